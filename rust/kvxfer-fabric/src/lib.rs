@@ -44,19 +44,51 @@ pub struct EpId(pub u32);
 /// Something that a fabric finished, found out or gave up.
 #[derive(Clone, Debug)]
 pub enum Completion {
-    /// The endpoint can carry pieces. `info` names the transports for people.
-    Connected { ep: EpId, info: String },
+    /// The endpoint can carry pieces.
+    Connected {
+        /// Which endpoint.
+        ep: EpId,
+        /// The transports, for people.
+        info: String,
+    },
     /// It never will.
-    ConnectFailed { ep: EpId, error: FabricError },
+    ConnectFailed {
+        /// Which endpoint.
+        ep: EpId,
+        /// Why.
+        error: FabricError,
+    },
     /// Every piece posted on `ep` before this flush is visible at the target (sender writes) or copied
     /// (receiver copies), or the error says why not.
-    Flushed { ep: EpId, ticket: u64, result: Result<(), FabricError> },
+    Flushed {
+        /// Which endpoint.
+        ep: EpId,
+        /// The flush's ticket.
+        ticket: u64,
+        /// Whether it is so.
+        result: Result<(), FabricError>,
+    },
     /// No write from that peer can land in our memory any more, or the error says why that cannot be promised.
-    Fenced { ep: EpId, ticket: u64, result: Result<(), FabricError> },
+    Fenced {
+        /// Which endpoint.
+        ep: EpId,
+        /// The fence's ticket.
+        ticket: u64,
+        /// Whether it is so.
+        result: Result<(), FabricError>,
+    },
     /// The peer's process was seen to die (pidfd).
-    PeerDied { ep: EpId },
+    PeerDied {
+        /// Which endpoint.
+        ep: EpId,
+    },
     /// The endpoint broke; nothing more can be posted on it.
-    Broken { ep: EpId, error: FabricError },
+    Broken {
+        /// Which endpoint.
+        ep: EpId,
+        /// Why.
+        error: FabricError,
+    },
 }
 
 /// A way to carry bytes.

@@ -199,6 +199,8 @@ pub struct Describe {
     pub fabrics: Vec<FabricOffer>,
     /// Highest link number received from this peer before this session.
     pub received: u64,
+    /// How often this side has started its link with this peer afresh (after a fence).
+    pub link_generation: u64,
     /// Bytes of staging slot and number of slots that this side has (zero: none).
     pub staging: (u64, u32),
 }
@@ -413,4 +415,38 @@ pub struct Credit {
     pub seq: Seq,
     /// First slot and how many.
     pub slots: (u32, u32),
+}
+
+impl Msg {
+    /// The message's name, for errors and logs.
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Hello(_) => "Hello",
+            Self::Challenge(_) => "Challenge",
+            Self::Proof(_) => "Proof",
+            Self::Accept(_) => "Accept",
+            Self::Describe(_) => "Describe",
+            Self::Refuse(_) => "Refuse",
+            Self::Attach(_) => "Attach",
+            Self::Attached(_) => "Attached",
+            Self::Ack(_) => "Ack",
+            Self::Ping(_) => "Ping",
+            Self::Pong(_) => "Pong",
+            Self::Bye(_) => "Bye",
+            Self::Register(_) => "Register",
+            Self::Lookup(_) => "Lookup",
+            Self::Entries(_) => "Entries",
+            Self::Grant(_) => "Grant",
+            Self::Cancel(_) => "Cancel",
+            Self::Drained(_) => "Drained",
+            Self::Ready(_) => "Ready",
+            Self::Retract(_) => "Retract",
+            Self::Copied(_) => "Copied",
+            Self::Done(_) => "Done",
+            Self::Finished(_) => "Finished",
+            Self::RoomFailed(_) => "RoomFailed",
+            Self::Credit(_) => "Credit",
+        }
+    }
 }

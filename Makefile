@@ -1,0 +1,88 @@
+# Two commands do all the set-up: `make demo` runs the main job, `make test` the tests. `make help` lists the rest.
+#   make PYTHON=python3.12 test      another interpreter (the venv is made anew if it has a different one)
+#   make ARGS="--fabric ucx" demo    arguments for the command behind demo, doctor, bench-post or test-python
+#   make EXTRAS=torch test           more extras of pyproject.toml in the venv
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# An interpreter that was named by hand decides; else a venv that is there already is kept as it is.
+ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
+EXPLICIT_PYTHON := 1
+endif
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?=
+ARGS ?=
+export PYTHON VENV EXTRAS EXPLICIT_PYTHON
+
+# rustup puts cargo here, and a fresh shell may not know yet.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+
+BIN := $(VENV)/bin
+comma := ,
+more := $(if $(EXTRAS),$(comma)$(EXTRAS))
+setup = $(PYTHON) scripts/setup_env.py $(if $(EXPLICIT_PYTHON),--explicit-python)
+
+.PHONY: help demo test test-rust test-python lint fmt stubs wheel doctor bench-post clean
+
+help: ## List the targets
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
+	    | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+demo: ## Run the main job: a prefill and a decode process hand off a real model's KV (first time about 4 minutes)
+	@scripts/preflight.sh rust python
+	@$(setup) --extras demo,ucx$(more) --extension
+	@$(BIN)/kvxfer demo $(ARGS)
+
+test: ## Run all tests, Rust and Python (first time under 10 minutes)
+	@scripts/preflight.sh rust python
+	@scripts/run_tests.sh all
+
+test-rust: ## Run the Rust tests only
+	@scripts/preflight.sh rust python
+	@scripts/run_tests.sh rust
+
+test-python: ## Run the Python tests only; ARGS="tests/unit -k name" picks some
+	@scripts/preflight.sh rust python
+	@scripts/run_tests.sh python $(ARGS)
+
+lint: ## Check formats, clippy, types, stubs, the dependency rules, licences and sources
+	@scripts/preflight.sh rust python lint
+	@$(setup) --extras test,ucx,dev,lint-tools$(more) --extension
+	@scripts/lint.sh
+
+fmt: ## Format Rust and Python, and apply ruff's safe fixes
+	@scripts/preflight.sh rust python lint
+	@$(setup) --extras dev
+	@cargo fmt --all
+	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
+
+stubs: ## Compare the type stubs with the built extension
+	@scripts/preflight.sh rust python
+	@$(setup) --extras dev --extension
+	@scripts/lint.sh stubs
+
+wheel: ## Build one abi3 wheel into dist/ and import it in a bare venv with only numpy
+	@scripts/preflight.sh rust python
+	@$(setup)
+	@rm -f dist/kvxfer-*.whl
+	@echo "kvxfer: building the wheel in release mode (about 2 minutes the first time) ..."
+	@$(BIN)/maturin build --release --locked --out dist
+	@scripts/check_wheel.sh $(BIN)/python
+
+doctor: ## Say what this host can do: UCX, transports, limits, a self-test of each fabric
+	@scripts/preflight.sh rust python
+	@$(setup) --extras ucx$(more) --extension
+	@$(BIN)/kvxfer doctor $(ARGS)
+
+bench-post: ## Measure what push, expect and poll cost the caller
+	@scripts/preflight.sh rust python
+	@$(setup) --extras ucx$(more) --extension
+	@$(BIN)/kvxfer bench post $(ARGS)
+
+clean: ## Remove the venv, build outputs and caches
+	@rm -rf $(VENV) target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	@rm -f python/kvxfer/*.so
+	@find python scripts tests examples benches -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,1 @@
+//! The few CUDA driver calls that kvxfer needs, loaded at run time.

@@ -1,0 +1,572 @@
+//! The caller's end of an agent.
+
+use crate::config::{AgentConfig, StartError};
+use crate::queue::{Events, Order, Orders, Signal};
+use crate::rooms::{AgentEvent, RoomShared, forks};
+use crate::stats::Stats;
+use crate::thread;
+use kvxfer_proto::msg::Verify;
+use kvxfer_proto::node::{Expect, Push, Source, Stage, Unreleased};
+use kvxfer_proto::{PageLayout, PushId, Reason, Room};
+use rustix::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use thiserror::Error;
+
+/// Longest metadata that a push may carry.
+pub use kvxfer_proto::wire::MAX_META_BYTES;
+
+/// Failed rooms that the caller has polled, remembered so that a late call on one says why.
+const ENDED_ROOMS: usize = 4096;
+
+/// Why a call was refused, at once and with nothing done.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+pub enum CallError {
+    /// The order queue is full.
+    #[error(
+        "the order queue is full ({capacity} orders wait for the transfer thread): poll, and call again; a larger queue is Agent(queue_capacity=)"
+    )]
+    QueueFull {
+        /// Orders it holds.
+        capacity: usize,
+    },
+    /// The room is in use.
+    #[error("room {0} is in use on this agent: draw a new one with new_room()")]
+    RoomInUse(u64),
+    /// No such room.
+    #[error("room {0} is not known to this agent")]
+    UnknownRoom(u64),
+    /// The room has ended.
+    #[error("room {room} has failed: {reason}")]
+    Failed {
+        /// Which.
+        room: u64,
+        /// Why it failed.
+        reason: Reason,
+    },
+    /// The agent is closed.
+    #[error("the agent is closed")]
+    Closed,
+    /// The agent belongs to the parent process.
+    #[error("this agent was made before a fork: make one in the child, after the fork")]
+    Forked,
+    /// An argument is wrong.
+    #[error("{0}")]
+    BadArgument(String),
+}
+
+/// Why a wait gave nothing.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+pub enum WaitError {
+    /// Not yet.
+    #[error("room {room} has not ended within {seconds} s (it is {stage})")]
+    Timeout {
+        /// Which.
+        room: u64,
+        /// How long we waited.
+        seconds: f64,
+        /// Where it stands.
+        stage: &'static str,
+    },
+    /// It cannot be waited for.
+    #[error(transparent)]
+    Call(#[from] CallError),
+}
+
+/// What `expect` is told.
+#[derive(Clone, Debug)]
+pub struct ExpectOrder {
+    /// Room number.
+    pub room: u64,
+    /// One page list a group.
+    pub pages: Vec<Arc<[u32]>>,
+    /// First token to receive.
+    pub start: u64,
+    /// How many tokens.
+    pub tokens: u64,
+    /// Directory of the prefill engine.
+    pub source: String,
+    /// Its data-parallel rank.
+    pub source_dp_rank: u32,
+    /// Checksums.
+    pub verify: Verify,
+    /// Until the peers are in contact.
+    pub bootstrap_timeout: Option<Duration>,
+    /// Without progress after that.
+    pub timeout: Option<Duration>,
+}
+
+/// What `push` is told.
+#[derive(Clone, Debug)]
+pub struct PushOrder {
+    /// Room number.
+    pub room: u64,
+    /// One page list a group.
+    pub pages: Vec<Arc<[u32]>>,
+    /// First token of the page lists.
+    pub start: u64,
+    /// How many tokens.
+    pub tokens: u64,
+    /// Layers, or all.
+    pub layers: Option<(u32, u32)>,
+    /// Whether that is all.
+    pub last: bool,
+    /// For decode.
+    pub meta: Option<Arc<[u8]>>,
+    /// Until decode is in contact.
+    pub bootstrap_timeout: Option<Duration>,
+    /// Without progress after that.
+    pub timeout: Option<Duration>,
+}
+
+/// State that callers and the transfer thread share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) orders: Orders,
+    pub(crate) events: Events,
+    pub(crate) stats: crate::stats::StatsCell,
+    /// Raised at each terminal event, for event loops; see [`Agent::new_waiter`].
+    pub(crate) waiters: Mutex<Vec<Arc<Signal>>>,
+    pub(crate) has_waiters: AtomicBool,
+    pub(crate) unreleased: Mutex<Vec<Unreleased>>,
+    pub(crate) closed: AtomicBool,
+    pub(crate) spin_us: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    rooms: HashMap<u64, Arc<RoomShared>>,
+    /// Failed rooms that were polled, oldest first.
+    ended: VecDeque<u64>,
+}
+
+/// An agent: registered memory, a control port, and a transfer thread.
+#[derive(Debug)]
+pub struct Agent {
+    shared: Arc<Shared>,
+    /// Only callers take this lock, and only for a look-up.
+    table: Mutex<Table>,
+    thread: Mutex<Option<std::thread::JoinHandle<()>>>,
+    address: String,
+    layouts: Vec<PageLayout>,
+    next_push: AtomicU64,
+    forks: u64,
+    transports: String,
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Agent {
+    /// Starts an agent. When this returns, its memory is registered and its port is open.
+    ///
+    /// # Errors
+    /// See [`StartError`]; nothing of a failed agent is left.
+    pub fn start(config: AgentConfig) -> Result<Self, StartError> {
+        let os = |call| move |e: rustix::io::Errno| StartError::Os { call, why: e.to_string() };
+        let shared = Arc::new(Shared {
+            orders: Orders::new(config.queue_capacity).map_err(os("eventfd"))?,
+            events: Events::new().map_err(os("eventfd"))?,
+            stats: crate::stats::StatsCell::default(),
+            waiters: Mutex::new(Vec::new()),
+            has_waiters: AtomicBool::new(false),
+            unreleased: Mutex::new(Vec::new()),
+            closed: AtomicBool::new(false),
+            spin_us: AtomicU64::new(u64::try_from(config.spin.as_micros()).unwrap_or(u64::MAX)),
+        });
+        let layouts = config.side.groups.clone();
+        let started = thread::start(config, Arc::clone(&shared))?;
+        Ok(Self {
+            shared,
+            table: Mutex::new(Table::default()),
+            thread: Mutex::new(Some(started.handle)),
+            address: started.address,
+            transports: started.fabrics,
+            layouts,
+            next_push: AtomicU64::new(1),
+            forks: forks(),
+        })
+    }
+
+    /// Control address, `host:port`.
+    #[must_use]
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Names of the fabrics that this agent offers, comma-separated.
+    #[must_use]
+    pub fn fabrics(&self) -> &str {
+        &self.transports
+    }
+
+    fn check(&self, room: u64) -> Result<Room, CallError> {
+        if self.forks != forks() {
+            return Err(CallError::Forked);
+        }
+        if self.shared.closed.load(Ordering::Relaxed) {
+            return Err(CallError::Closed);
+        }
+        Room::new(room).ok_or_else(|| {
+            CallError::BadArgument(format!("room {room} is out of range: a room has 63 bits, 0 to {}", Room::MAX))
+        })
+    }
+
+    fn check_pages(&self, pages: &[Arc<[u32]>], start: u64, tokens: u64) -> Result<(u64, u64), CallError> {
+        let bad = |text: String| Err(CallError::BadArgument(text));
+        if pages.len() != self.layouts.len() {
+            return bad(format!("{} page lists for {} groups", pages.len(), self.layouts.len()));
+        }
+        let Some(end) = start.checked_add(tokens).filter(|e| *e <= 1 << 48) else {
+            return bad(format!("start {start} and tokens {tokens} are too large"));
+        };
+        for (g, (list, layout)) in pages.iter().zip(&self.layouts).enumerate() {
+            let size = u64::from(layout.page_tokens);
+            let need = if tokens == 0 { 0 } else { (start % size + tokens).div_ceil(size) };
+            if (list.len() as u64) < need {
+                return bad(format!(
+                    "{tokens} tokens from token {start} need {need} pages of {size} tokens in group {g}, but {} were given",
+                    list.len()
+                ));
+            }
+        }
+        Ok((start, end))
+    }
+
+    /// A new entry for a room that this call begins.
+    fn begin(&self, room: u64) -> Result<Arc<RoomShared>, CallError> {
+        let mut table = lock(&self.table);
+        match table.rooms.get(&room) {
+            Some(old) => Err(ended_or(old, room, CallError::RoomInUse(room))),
+            None => {
+                let shared = Arc::new(RoomShared::new());
+                table.rooms.insert(room, Arc::clone(&shared));
+                Ok(shared)
+            }
+        }
+    }
+
+    fn submit(&self, order: Order) -> Result<(), CallError> {
+        self.shared
+            .orders
+            .submit(order)
+            .map_err(|_| CallError::QueueFull { capacity: self.shared.orders.capacity() })
+    }
+
+    /// Grants pages to the prefill ranks of a source, for one room.
+    ///
+    /// # Errors
+    /// See [`CallError`]; nothing was done then.
+    pub fn expect(&self, order: ExpectOrder) -> Result<(), CallError> {
+        let room = self.check(order.room)?;
+        let tokens = self.check_pages(&order.pages, order.start, order.tokens)?;
+        let source = crate::address::HostPort::parse(&order.source, crate::address::DEFAULT_PORT)
+            .map_err(CallError::BadArgument)?;
+        let shared = self.begin(order.room)?;
+        let expect = Expect {
+            room,
+            pages: order.pages,
+            tokens,
+            source: Source { address: source.to_string().into(), dp_rank: order.source_dp_rank },
+            verify: order.verify,
+            bootstrap_timeout: order.bootstrap_timeout,
+            waiting_timeout: order.timeout,
+        };
+        self.submit(Order::Expect(Box::new(expect), shared)).inspect_err(|_| {
+            lock(&self.table).rooms.remove(&order.room);
+        })
+    }
+
+    /// Bootstraps a room on the prefill side before there is anything to push.
+    ///
+    /// # Errors
+    /// See [`CallError`]; nothing was done then.
+    pub fn open(&self, room: u64, bootstrap: Option<Duration>, timeout: Option<Duration>) -> Result<(), CallError> {
+        let number = self.check(room)?;
+        let shared = self.begin(room)?;
+        self.submit(Order::Open(number, bootstrap, timeout, shared)).inspect_err(|_| {
+            lock(&self.table).rooms.remove(&room);
+        })
+    }
+
+    /// Orders some of a room's pages to be delivered. Returns the push's number.
+    ///
+    /// # Errors
+    /// See [`CallError`]; nothing was done then.
+    pub fn push(&self, order: PushOrder) -> Result<PushId, CallError> {
+        let room = self.check(order.room)?;
+        let tokens = self.check_pages(&order.pages, order.start, order.tokens)?;
+        if let Some((a, b)) = order.layers
+            && a >= b
+        {
+            return Err(CallError::BadArgument(format!("layers {a} to {b} are none")));
+        }
+        if let Some(meta) = order.meta.as_ref().filter(|m| m.len() > MAX_META_BYTES) {
+            let text = format!("meta has {} bytes, more than {MAX_META_BYTES}", meta.len());
+            return Err(CallError::BadArgument(text));
+        }
+        if order.meta.is_some() && !order.last {
+            return Err(CallError::BadArgument("meta goes with the last push of a room (last=True)".to_owned()));
+        }
+        let (shared, new) = {
+            let mut table = lock(&self.table);
+            match table.rooms.get(&order.room) {
+                Some(old) => {
+                    if let Some(end) = old.end() {
+                        return Err(failed_or(end, order.room, CallError::RoomInUse(order.room)));
+                    }
+                    (Arc::clone(old), false)
+                }
+                None => {
+                    let shared = Arc::new(RoomShared::new());
+                    table.rooms.insert(order.room, Arc::clone(&shared));
+                    (shared, true)
+                }
+            }
+        };
+        if shared.last_ordered.load(Ordering::Relaxed) {
+            let text = format!("room {}: push {} was the last one (last=True)", order.room, shared.last_push.load(Ordering::Relaxed));
+            return Err(CallError::BadArgument(text));
+        }
+        let id = PushId(self.next_push.fetch_add(1, Ordering::Relaxed));
+        let last = order.last;
+        let push = Push {
+            room,
+            id,
+            pages: order.pages,
+            tokens,
+            layers: order.layers,
+            last,
+            meta: order.meta,
+            ready: true,
+            bootstrap_timeout: order.bootstrap_timeout,
+            waiting_timeout: order.timeout,
+        };
+        if let Err(e) = self.submit(Order::Push(Box::new(push), Arc::clone(&shared))) {
+            if new {
+                lock(&self.table).rooms.remove(&order.room);
+            }
+            return Err(e);
+        }
+        if last {
+            shared.last_push.store(id.0, Ordering::Relaxed);
+            shared.last_ordered.store(true, Ordering::Relaxed);
+        }
+        Ok(id)
+    }
+
+    /// Takes a push's pages back; a `Retracted` event says when they are free.
+    ///
+    /// # Errors
+    /// See [`CallError`]; nothing was done then.
+    pub fn retract(&self, room: u64, push: PushId) -> Result<(), CallError> {
+        let number = self.check(room)?;
+        let shared = self.known(room)?;
+        self.submit(Order::Retract(number, push))?;
+        if shared.last_push.load(Ordering::Relaxed) == push.0 {
+            shared.last_ordered.store(false, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Gives a room up: `Failed` comes at once, its pages when no write can land any more.
+    ///
+    /// # Errors
+    /// See [`CallError`]; nothing was done then.
+    pub fn cancel(&self, room: u64) -> Result<(), CallError> {
+        let number = self.check(room)?;
+        let _ = self.known(room)?;
+        self.submit(Order::Cancel(number))
+    }
+
+    fn known(&self, room: u64) -> Result<Arc<RoomShared>, CallError> {
+        lock(&self.table).rooms.get(&room).cloned().ok_or(CallError::UnknownRoom(room))
+    }
+
+    /// Hands over everything that happened since the last call.
+    pub fn poll(&self, mut f: impl FnMut(AgentEvent)) {
+        self.shared.events.drain(|event| {
+            let gone = event.released && !matches!(event.kind, kvxfer_proto::node::EventKind::Retracted(_));
+            if gone {
+                self.forget(&event);
+            }
+            f(event);
+        });
+    }
+
+    /// A room is over and its caller knows: a good one is forgotten, a bad one is kept for a while.
+    fn forget(&self, event: &AgentEvent) {
+        let mut table = lock(&self.table);
+        let room = event.room.get();
+        let failed = table.rooms.get(&room).and_then(|r| r.end()).is_some_and(|e| e.error().is_some());
+        if !failed {
+            table.rooms.remove(&room);
+            return;
+        }
+        table.ended.push_back(room);
+        while table.ended.len() > ENDED_ROOMS {
+            if let Some(old) = table.ended.pop_front() {
+                table.rooms.remove(&old);
+            }
+        }
+    }
+
+    /// Where a room stands, or nothing if it is unknown (or over and polled).
+    #[must_use]
+    pub fn state(&self, room: u64) -> Option<Stage> {
+        lock(&self.table).rooms.get(&room).map(|r| r.stage())
+    }
+
+    /// Sleeps until the room has ended; takes nothing away from `poll`.
+    ///
+    /// # Errors
+    /// The time is up, or the room is unknown.
+    pub fn wait(&self, room: u64, timeout: Option<Duration>) -> Result<AgentEvent, WaitError> {
+        if self.forks != forks() {
+            return Err(CallError::Forked.into());
+        }
+        let shared = self.known(room)?;
+        shared.wait(timeout).cloned().ok_or_else(|| WaitError::Timeout {
+            room,
+            seconds: timeout.map_or(0.0, |t| t.as_secs_f64()),
+            stage: stage_name(shared.stage()),
+        })
+    }
+
+    /// The room's terminal event, if it has ended.
+    ///
+    /// # Errors
+    /// The room is unknown.
+    pub fn ended(&self, room: u64) -> Result<Option<AgentEvent>, CallError> {
+        Ok(self.known(room)?.end().cloned())
+    }
+
+    /// A descriptor that is readable while `poll` has something.
+    #[must_use]
+    pub fn event_fd(&self) -> RawFd {
+        borrowed(&self.shared.events.signal).as_raw_fd()
+    }
+
+    /// A descriptor of its own for an event loop: readable after each terminal event until
+    /// [`Waiter::clear`]; it takes nothing away from `poll`.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn new_waiter(&self) -> Result<Waiter, StartError> {
+        let signal =
+            Arc::new(Signal::new().map_err(|e| StartError::Os { call: "eventfd", why: e.to_string() })?);
+        lock(&self.shared.waiters).push(Arc::clone(&signal));
+        self.shared.has_waiters.store(true, Ordering::SeqCst);
+        Ok(Waiter { signal, shared: Arc::clone(&self.shared) })
+    }
+
+    /// Counters and gauges, as the transfer thread last wrote them.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let mut stats = self.shared.stats.get();
+        stats.queue_depth = self.shared.orders.len() as u64;
+        stats
+    }
+
+    /// The operator says that a peer (by name or incarnation) is gone for good.
+    ///
+    /// # Errors
+    /// See [`CallError`]; nothing was done then.
+    pub fn evict(&self, peer: &str) -> Result<(), CallError> {
+        let _ = self.check(0)?;
+        self.submit(Order::Evict(peer.to_owned()))
+    }
+
+    /// Cancels every room, waits for drains and fences up to `timeout`, and stops the thread. Returns what is still
+    /// not released: that memory must stay.
+    pub fn close(&self, timeout: Duration) -> Vec<Unreleased> {
+        if self.forks != forks() {
+            return Vec::new();
+        }
+        let handle = lock(&self.thread).take();
+        if let Some(handle) = handle {
+            self.shared.stats.set_close_deadline(timeout);
+            self.shared.closed.store(true, Ordering::SeqCst);
+            // The flag alone suffices; the order only wakes the thread.
+            if self.shared.orders.submit(Order::Close).is_err() {
+                self.shared.orders.signal.raise();
+            }
+            let _ = handle.join();
+        }
+        lock(&self.shared.unreleased).clone()
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = self.close(Duration::from_millis(500));
+    }
+}
+
+/// A descriptor for an event loop, see [`Agent::new_waiter`].
+#[derive(Debug)]
+pub struct Waiter {
+    signal: Arc<Signal>,
+    shared: Arc<Shared>,
+}
+
+impl Waiter {
+    /// The descriptor.
+    #[must_use]
+    pub fn fd(&self) -> RawFd {
+        borrowed(&self.signal).as_raw_fd()
+    }
+
+    /// Makes it unreadable until the next terminal event.
+    pub fn clear(&self) {
+        self.signal.clear();
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        let mut waiters = lock(&self.shared.waiters);
+        waiters.retain(|w| !Arc::ptr_eq(w, &self.signal));
+        self.shared.has_waiters.store(!waiters.is_empty(), Ordering::SeqCst);
+    }
+}
+
+fn borrowed(signal: &Signal) -> BorrowedFd<'_> {
+    rustix::fd::AsFd::as_fd(signal)
+}
+
+fn failed_or(end: &AgentEvent, room: u64, other: CallError) -> CallError {
+    end.error().map_or(other, |reason| CallError::Failed { room, reason: reason.clone() })
+}
+
+fn ended_or(old: &RoomShared, room: u64, other: CallError) -> CallError {
+    match old.end() {
+        Some(end) => failed_or(end, room, other),
+        None => other,
+    }
+}
+
+/// The stage in the words that users know.
+#[must_use]
+pub const fn stage_name(stage: Stage) -> &'static str {
+    match stage {
+        Stage::Bootstrapping => "Bootstrapping",
+        Stage::Waiting => "Waiting",
+        Stage::Transferring => "Transferring",
+        Stage::Success => "Success",
+        Stage::Failed => "Failed",
+    }
+}
+
+/// A random room.
+///
+/// # Errors
+/// The system has no randomness.
+pub fn new_room() -> Result<u64, StartError> {
+    let mut bytes = [0u8; 8];
+    getrandom::fill(&mut bytes).map_err(|e| StartError::Os { call: "getrandom", why: e.to_string() })?;
+    Ok(u64::from_ne_bytes(bytes) & Room::MAX)
+}

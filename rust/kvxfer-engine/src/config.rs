@@ -1,0 +1,139 @@
+//! How an agent is set up.
+
+use kvxfer_fabric::RegionSpan;
+use kvxfer_proto::Side;
+use kvxfer_proto::msg::Role;
+use kvxfer_proto::node;
+use std::path::PathBuf;
+use std::time::Duration;
+use thiserror::Error;
+
+/// Which fabric an agent may use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum FabricChoice {
+    /// Per peer: shared memory on one host, else UCX.
+    #[default]
+    Auto,
+    /// Shared memory only.
+    Shm,
+    /// UCX only.
+    Ucx,
+}
+
+impl FabricChoice {
+    /// `auto`, `shm` or `ucx`.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "auto" => Some(Self::Auto),
+            "shm" => Some(Self::Shm),
+            "ucx" => Some(Self::Ucx),
+            _ => None,
+        }
+    }
+}
+
+/// Everything an agent needs to start.
+#[derive(Clone, Debug)]
+pub struct AgentConfig {
+    /// Name, for people.
+    pub name: String,
+    /// The engine that this rank belongs to.
+    pub engine: String,
+    /// Data-parallel rank.
+    pub dp_rank: u32,
+    /// What it may do.
+    pub role: Role,
+    /// Model fingerprint, empty for none.
+    pub model: String,
+    /// Layouts and shard.
+    pub side: Side,
+    /// Pages in each group.
+    pub pages: Vec<u32>,
+    /// Memory of each region, in the order of [`Side::regions`].
+    pub regions: Vec<RegionSpan>,
+    /// Where to listen.
+    pub listen: String,
+    /// Directory to register with, besides being one.
+    pub directory: Option<String>,
+    /// Fabrics.
+    pub fabric: FabricChoice,
+    /// Shared secret.
+    pub secret: Option<Vec<u8>>,
+    /// Core for the transfer thread.
+    pub cpu: Option<usize>,
+    /// Orders that may wait for the thread.
+    pub queue_capacity: usize,
+    /// How long the thread spins before it sleeps.
+    pub spin: Duration,
+    /// Bytes of one slice of data work.
+    pub slice_bytes: u64,
+    /// UCX transports, instead of the defaults.
+    pub ucx_tls: Option<String>,
+    /// Folder of the `libucx` wheel's libraries, if it is installed.
+    pub ucx_wheel_dir: Option<PathBuf>,
+    /// Timeouts and limits of the state machine.
+    pub node: node::Config,
+}
+
+impl AgentConfig {
+    /// Defaults for this name, geometry and memory.
+    #[must_use]
+    pub fn new(name: impl Into<String>, side: Side, pages: Vec<u32>, regions: Vec<RegionSpan>) -> Self {
+        let name = name.into();
+        Self {
+            engine: name.clone(),
+            name,
+            dp_rank: 0,
+            role: Role::Both,
+            model: String::new(),
+            side,
+            pages,
+            regions,
+            listen: "127.0.0.1:0".to_owned(),
+            directory: None,
+            fabric: FabricChoice::Auto,
+            secret: None,
+            cpu: None,
+            queue_capacity: 4096,
+            spin: Duration::from_micros(50),
+            slice_bytes: 256 << 10,
+            ucx_tls: None,
+            ucx_wheel_dir: None,
+            node: node::Config::default(),
+        }
+    }
+}
+
+/// Why an agent did not start. Nothing of it is left.
+#[derive(Debug, Error)]
+pub enum StartError {
+    /// An argument is wrong.
+    #[error("{0}")]
+    BadArgument(String),
+    /// The geometry or the memory is wrong.
+    #[error("{0}")]
+    Layout(String),
+    /// Listening failed.
+    #[error("cannot listen on {address}: {why}")]
+    Listen {
+        /// Where.
+        address: String,
+        /// The system's error, and what to do.
+        why: String,
+    },
+    /// No secret on an address that others reach.
+    #[error("{0}")]
+    Auth(String),
+    /// No fabric can be had.
+    #[error("{0}")]
+    Fabric(String),
+    /// The system refused something else.
+    #[error("{call} failed: {why}")]
+    Os {
+        /// Which call.
+        call: &'static str,
+        /// Its error.
+        why: String,
+    },
+}

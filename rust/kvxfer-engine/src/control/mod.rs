@@ -1,0 +1,316 @@
+//! The control channel: TCP connections, their handshakes, and frames in and out. No state of rooms here.
+
+mod conn;
+mod names;
+
+pub(crate) use conn::{ConnId, ConnKind};
+
+use crate::address::HostPort;
+use crate::config::StartError;
+use conn::Conn;
+use kvxfer_proto::handshake::{self, Established, Met, Secret};
+use kvxfer_proto::msg::{Describe, Frame, Purpose};
+use kvxfer_proto::{Incarnation, Reason, ReasonKind, SessionNo, Time};
+use names::Names;
+use rustix::event::epoll;
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::collections::HashMap;
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::time::Duration;
+
+/// Connections accepted at most; more are closed at once.
+const MAX_CONNECTIONS: usize = 16_384;
+/// A handshake that takes longer is given up.
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+
+/// Tokens of the descriptors that are not connections.
+pub(crate) const TOKEN_WAKE: u64 = 0;
+const TOKEN_LISTENER: u64 = 1;
+const TOKEN_NAMES: u64 = 2;
+/// First token that fabrics may use.
+pub(crate) const TOKEN_FABRIC: u64 = 8;
+const TOKEN_CONN: u64 = 64;
+
+/// What happened on the control channel.
+#[derive(Debug)]
+pub(crate) enum ControlEvent {
+    /// The peer is authenticated; answer with [`Control::supply_describe`].
+    NeedDescribe(ConnId, ConnKind, Met),
+    Established(ConnId, ConnKind, Box<Established>),
+    /// The peers do not fit.
+    Refused(ConnId, ConnKind, Met, Reason),
+    Frame(ConnId, ConnKind, Frame),
+    /// The connection is gone. `established`: it had passed its handshake.
+    Closed { conn: ConnId, kind: ConnKind, established: bool, reason: Reason },
+}
+
+/// All connections of an agent.
+#[derive(Debug)]
+pub(crate) struct Control {
+    epoll: OwnedFd,
+    listener: TcpListener,
+    address: SocketAddr,
+    conns: HashMap<ConnId, Conn>,
+    next: u64,
+    names: Names,
+    incarnation: Incarnation,
+    secret: Option<Secret>,
+    ready: Vec<epoll::Event>,
+    /// Connections with something to write or to report.
+    touched: Vec<ConnId>,
+    pub(crate) frames_sent: u64,
+    pub(crate) frames_received: u64,
+    pub(crate) bad_connections: u64,
+}
+
+fn os(call: &'static str) -> impl Fn(rustix::io::Errno) -> StartError {
+    move |e| StartError::Os { call, why: e.to_string() }
+}
+
+impl Control {
+    pub(crate) fn new(
+        listen: &HostPort,
+        wake: BorrowedFd<'_>,
+        incarnation: Incarnation,
+        secret: Option<Secret>,
+    ) -> Result<Self, StartError> {
+        let fail = |why: String| StartError::Listen { address: listen.to_string(), why };
+        let addresses: Vec<SocketAddr> = (listen.host.as_str(), listen.port)
+            .to_socket_addrs()
+            .map_err(|e| fail(format!("{e}; listen on an address of this host")))?
+            .collect();
+        let first = *addresses.first().ok_or_else(|| fail("the host has no address".to_owned()))?;
+        if !first.ip().is_loopback() && secret.is_none() {
+            return Err(StartError::Auth(format!(
+                "listening on {listen}, which other hosts reach, needs a shared secret: pass secret=, or set KVXFER_SECRET_FILE or KVXFER_SECRET"
+            )));
+        }
+        let listener = TcpListener::bind(first).map_err(|e| {
+            fail(if e.kind() == std::io::ErrorKind::AddrInUse {
+                format!("port {} is taken by another process; choose another, or port 0 to let the system choose", first.port())
+            } else {
+                e.to_string()
+            })
+        })?;
+        listener.set_nonblocking(true).map_err(|e| fail(e.to_string()))?;
+        let address = listener.local_addr().map_err(|e| fail(e.to_string()))?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(os("epoll_create"))?;
+        let names = Names::new().map_err(os("eventfd"))?;
+        let this = Self {
+            epoll,
+            listener,
+            address,
+            conns: HashMap::new(),
+            next: TOKEN_CONN,
+            names,
+            incarnation,
+            secret,
+            ready: Vec::with_capacity(256),
+            touched: Vec::new(),
+            frames_sent: 0,
+            frames_received: 0,
+            bad_connections: 0,
+        };
+        this.watch(wake, TOKEN_WAKE)?;
+        this.watch(this.listener.as_fd(), TOKEN_LISTENER)?;
+        this.watch(this.names.fd(), TOKEN_NAMES)?;
+        Ok(this)
+    }
+
+    /// Watches a descriptor for reading.
+    pub(crate) fn watch(&self, fd: BorrowedFd<'_>, token: u64) -> Result<(), StartError> {
+        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN).map_err(os("epoll_ctl"))
+    }
+
+    /// Where this agent listens.
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.conns.len()
+    }
+
+    /// Waits up to `timeout` for anything, and does what I/O there is. Returns whether there was any.
+    pub(crate) fn turn(&mut self, now: Time, timeout: Option<Duration>, out: &mut Vec<ControlEvent>) -> bool {
+        let limit = timeout.map(|t| rustix::event::Timespec {
+            tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: i64::from(t.subsec_nanos()),
+        });
+        let mut ready = std::mem::take(&mut self.ready);
+        ready.clear();
+        // Interrupted or not, whatever is ready now is ready the next time too.
+        let waited = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut ready), limit.as_ref());
+        let any = waited.is_ok_and(|n| n > 0);
+        for event in &ready {
+            let flags = event.flags;
+            match event.data.u64() {
+                TOKEN_LISTENER => self.accept(now),
+                TOKEN_NAMES => self.named(now),
+                token if token >= TOKEN_CONN => {
+                    let id = ConnId(token);
+                    if let Some(conn) = self.conns.get_mut(&id) {
+                        conn.io(flags, out, &mut self.frames_received);
+                        self.touched.push(id);
+                    }
+                }
+                _ => {}
+            }
+        }
+        self.ready = ready;
+        any
+    }
+
+    /// Sends what was queued, reports what ended, and gives up handshakes that take too long.
+    pub(crate) fn settle(&mut self, out: &mut Vec<ControlEvent>) {
+        let mut touched = std::mem::take(&mut self.touched);
+        touched.sort_unstable();
+        touched.dedup();
+        for id in touched.drain(..) {
+            let Some(conn) = self.conns.get_mut(&id) else { continue };
+            conn.write();
+            if let Some(reason) = conn.over() {
+                let (kind, established) = (conn.kind.clone(), conn.established());
+                self.bad_connections += u64::from(!established);
+                self.conns.remove(&id);
+                out.push(ControlEvent::Closed { conn: id, kind, established, reason });
+            } else if let Some(flags) = conn.interest_changed() {
+                let data = epoll::EventData::new_u64(id.0);
+                if let Err(e) = epoll::modify(&self.epoll, conn.fd(), data, flags) {
+                    conn.fail(Reason::new(ReasonKind::Internal, format!("epoll_ctl failed: {e}")));
+                    self.touched.push(id);
+                }
+            }
+        }
+        if self.touched.is_empty() {
+            self.touched = touched;
+        }
+    }
+
+    /// Ends handshakes whose time is up. Returns when the next one's is.
+    pub(crate) fn expire(&mut self, now: Time) -> Option<Time> {
+        let mut next = None;
+        for (id, conn) in &mut self.conns {
+            let Some(deadline) = conn.deadline() else { continue };
+            if deadline <= now {
+                let text = format!("no handshake within {} s", HANDSHAKE_LIMIT.as_secs());
+                conn.abort(Reason::new(ReasonKind::TransferTimeout, text));
+                self.touched.push(*id);
+            } else {
+                next = Some(next.map_or(deadline, |n: Time| n.min(deadline)));
+            }
+        }
+        next
+    }
+
+    fn accept(&mut self, now: Time) {
+        // Bounded, so that a flood of connections cannot starve the data; the rest is accepted on the next turn.
+        for _ in 0..64 {
+            let Ok((stream, _)) = self.listener.accept() else { return };
+            if self.conns.len() >= MAX_CONNECTIONS {
+                self.bad_connections += 1;
+                continue;
+            }
+            let Some(config) = self.handshake_config() else { continue };
+            let id = self.new_id();
+            let conn = Conn::accepted(id, stream, handshake::Handshake::acceptor(config), now.after(HANDSHAKE_LIMIT));
+            match conn {
+                Ok(conn) => self.add(conn),
+                Err(_) => self.bad_connections += 1,
+            }
+        }
+    }
+
+    fn handshake_config(&self) -> Option<handshake::Config> {
+        let mut nonce = [0u8; 32];
+        getrandom::fill(&mut nonce).ok()?;
+        Some(handshake::Config::new(self.incarnation, nonce, self.secret.clone()))
+    }
+
+    fn new_id(&mut self) -> ConnId {
+        self.next += 1;
+        ConnId(self.next)
+    }
+
+    fn add(&mut self, conn: Conn) {
+        let id = conn.id;
+        let flags = conn.interest();
+        if let Some(fd) = conn.fd_if_open()
+            && epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id.0), flags).is_err()
+        {
+            self.bad_connections += 1;
+        }
+        self.touched.push(id);
+        self.conns.insert(id, conn);
+    }
+
+    /// Opens a connection. A `Closed` tells of every failure, also of the first step's.
+    pub(crate) fn dial(&mut self, now: Time, address: &HostPort, kind: ConnKind, session: SessionNo) -> ConnId {
+        let purpose = match kind {
+            ConnKind::Lookup(_) => Purpose::Lookup,
+            ConnKind::Register => Purpose::Register,
+            ConnKind::Accepted | ConnKind::Transfer(_) => Purpose::Transfer,
+        };
+        let id = self.new_id();
+        let deadline = now.after(HANDSHAKE_LIMIT);
+        let mut conn = Conn::dialled(id, kind, deadline);
+        match self.handshake_config() {
+            Some(config) => conn.set_handshake(handshake::Handshake::initiator(config, purpose, session)),
+            None => conn.fail(Reason::new(ReasonKind::Internal, "the system has no randomness")),
+        }
+        match address.literal() {
+            Some(socket) => conn.connect(&[socket]),
+            None => self.names.ask(id, address.clone()),
+        }
+        self.add(conn);
+        id
+    }
+
+    fn named(&mut self, now: Time) {
+        let _ = now;
+        for (id, answer) in self.names.answers() {
+            let Some(conn) = self.conns.get_mut(&id) else { continue };
+            match answer {
+                Ok(addresses) => conn.connect(&addresses),
+                Err(why) => conn.fail(Reason::new(ReasonKind::PeerLost, why)),
+            }
+            if let Some(fd) = conn.fd_if_open() {
+                let added = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id.0), conn.interest());
+                if let Err(e) = added {
+                    conn.fail(Reason::new(ReasonKind::Internal, format!("epoll_ctl failed: {e}")));
+                }
+            }
+            self.touched.push(id);
+        }
+    }
+
+    /// Answers [`ControlEvent::NeedDescribe`].
+    pub(crate) fn supply_describe(&mut self, id: ConnId, describe: Describe, out: &mut Vec<ControlEvent>) {
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.supply_describe(describe, out, &mut self.frames_received);
+            self.touched.push(id);
+        }
+    }
+
+    /// Queues a frame. A frame that cannot be encoded closes the connection: that is a bug, and it is logged.
+    pub(crate) fn send(&mut self, id: ConnId, frame: &Frame) {
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.send(frame);
+            self.frames_sent += 1;
+            self.touched.push(id);
+        }
+    }
+
+    /// Closes a connection once what was queued is out.
+    pub(crate) fn close(&mut self, id: ConnId, reason: Reason) {
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.finish(reason);
+            self.touched.push(id);
+        }
+    }
+
+    /// The local address of a connection, as its peer sees it.
+    pub(crate) fn local_address(&self, id: ConnId) -> Option<SocketAddr> {
+        self.conns.get(&id)?.local_address()
+    }
+}

@@ -1,0 +1,419 @@
+//! The transfer thread's loop: orders in, control channel, state machine, slices of data, events out.
+
+mod directory;
+mod effects;
+mod peers;
+
+use crate::address::{DEFAULT_PORT, HostPort};
+use crate::agent::Shared;
+use crate::carriers::{Carriers, Which};
+use crate::config::{AgentConfig, StartError};
+use crate::control::{ConnId, Control, ControlEvent, TOKEN_FABRIC};
+use crate::queue::Order;
+use crate::rooms::{AgentEvent, RoomShared};
+use crate::sched::Scheduler;
+use crate::stats::Stats;
+use directory::Directory;
+use kvxfer_fabric::{Completion, Piece};
+use kvxfer_proto::handshake::Secret;
+use kvxfer_proto::msg::{RegionShape, Role};
+use kvxfer_proto::node::{DeliveryId, EventKind, Node, PeerKey, Stage};
+use kvxfer_proto::{Incarnation, Reason, ReasonKind, Room, SessionNo, Time};
+use peers::PeerIo;
+use rustix::fd::AsFd;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// Orders taken in one turn.
+const ORDERS_PER_TURN: usize = 64;
+/// Slices that may be in flight to one peer: bounds what a drain has to wait for.
+const SLICES_IN_FLIGHT: usize = 8;
+/// Statistics are published at most this often.
+const STATS_EVERY_US: u64 = 2_000;
+
+/// The transfer thread's state.
+pub(crate) struct Driver {
+    shared: Arc<Shared>,
+    node: Node,
+    control: Control,
+    carriers: Carriers,
+    sched: Scheduler,
+    directory: Directory,
+    peers: HashMap<PeerKey, PeerIo>,
+    rooms: HashMap<Room, Arc<RoomShared>>,
+    /// When this side moved the first byte of a room.
+    first_write: HashMap<Room, u64>,
+    /// Who is told of a flush.
+    tickets: HashMap<u64, (DeliveryId, PeerKey)>,
+    fences: HashMap<u64, PeerKey>,
+    /// Why a flow that is being stopped has failed.
+    failures: HashMap<DeliveryId, Reason>,
+    /// Sessions that are up, by connection.
+    sessions: HashMap<ConnId, (PeerKey, SessionNo)>,
+    /// Sessions that were refused and may still tell the peer which rooms failed.
+    refused_sessions: HashMap<ConnId, SessionNo>,
+    /// The link generation that we described on a connection under way.
+    handshakes: HashMap<ConnId, u64>,
+    next_ticket: u64,
+    retries: BTreeSet<(Time, Retry)>,
+    attempts: HashMap<Retry, u32>,
+    me: Me,
+    stats: Stats,
+    stats_at: Time,
+    spin: Duration,
+    closing: Option<Time>,
+    // Reused buffers.
+    control_events: Vec<ControlEvent>,
+    completions: Vec<(Which, Option<PeerKey>, Completion)>,
+    pieces: Vec<Piece>,
+}
+
+/// What this agent says of itself.
+struct Me {
+    name: String,
+    engine: String,
+    dp_rank: u32,
+    role: Role,
+    model: String,
+    incarnation: Incarnation,
+    regions: Vec<RegionShape>,
+    pages: Vec<u32>,
+}
+
+/// Something to try again later.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+enum Retry {
+    Connect(PeerKey),
+    Resolve(kvxfer_proto::node::Source),
+    Register,
+}
+
+/// Microseconds of `CLOCK_MONOTONIC`: one clock for every process of a host.
+pub(crate) fn now() -> Time {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let us = i128::from(t.tv_sec) * 1_000_000 + i128::from(t.tv_nsec) / 1000;
+    Time(u64::try_from(us).unwrap_or(0))
+}
+
+fn random() -> Result<u64, StartError> {
+    let mut bytes = [0u8; 8];
+    getrandom::fill(&mut bytes).map_err(|e| StartError::Os { call: "getrandom", why: e.to_string() })?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+impl Driver {
+    pub(crate) fn new(config: &AgentConfig, shared: Arc<Shared>) -> Result<Self, StartError> {
+        let layout = |e: kvxfer_proto::LayoutError| StartError::Layout(e.to_string());
+        let node = Node::new(config.node.clone(), config.side.clone(), &config.pages).map_err(layout)?;
+        let mut shapes = config.side.regions(&config.pages).map_err(layout)?;
+        if shapes.len() != config.regions.len() {
+            return Err(StartError::Layout(format!(
+                "the layout has {} regions (groups, layers and parts), but {} were given",
+                shapes.len(),
+                config.regions.len()
+            )));
+        }
+        for (shape, span) in shapes.iter_mut().zip(&config.regions) {
+            if span.len < shape.len {
+                return Err(StartError::Layout(format!(
+                    "group {} layer {} part {}: the memory has {} bytes, the layout needs {}",
+                    shape.group, shape.layer, shape.part, span.len, shape.len
+                )));
+            }
+            shape.kind = span.kind;
+        }
+        let secret = match &config.secret {
+            None => None,
+            Some(bytes) => {
+                Some(Secret::new(bytes).ok_or_else(|| StartError::Auth("the secret is empty".to_owned()))?)
+            }
+        };
+        let listen = HostPort::parse(&config.listen, DEFAULT_PORT).map_err(StartError::BadArgument)?;
+        let incarnation = Incarnation(random()?);
+        // The port first: a port that is taken must not cost a registration.
+        let control = Control::new(&listen, shared.orders.signal.as_fd(), incarnation, secret)?;
+        let carriers = Carriers::new(config)?;
+        for (i, fd) in (0u64..).zip(carriers.fds()) {
+            control.watch(fd, TOKEN_FABRIC + i)?;
+        }
+        let directory = Directory::new(config.directory.as_deref()).map_err(StartError::BadArgument)?;
+        let now = now();
+        let mut driver = Self {
+            spin: config.spin,
+            sched: Scheduler::new(config.slice_bytes),
+            shared,
+            node,
+            control,
+            carriers,
+            directory,
+            peers: HashMap::new(),
+            rooms: HashMap::new(),
+            first_write: HashMap::new(),
+            tickets: HashMap::new(),
+            fences: HashMap::new(),
+            failures: HashMap::new(),
+            sessions: HashMap::new(),
+            refused_sessions: HashMap::new(),
+            handshakes: HashMap::new(),
+            next_ticket: 0,
+            retries: BTreeSet::new(),
+            attempts: HashMap::new(),
+            me: Me {
+                name: config.name.clone(),
+                engine: config.engine.clone(),
+                dp_rank: config.dp_rank,
+                role: config.role,
+                model: config.model.clone(),
+                incarnation,
+                regions: shapes,
+                pages: config.pages.clone(),
+            },
+            stats: Stats::default(),
+            stats_at: now,
+            closing: None,
+            control_events: Vec::new(),
+            completions: Vec::new(),
+            pieces: Vec::with_capacity(1024),
+        };
+        driver.register(now);
+        Ok(driver)
+    }
+
+    pub(crate) fn address(&self) -> String {
+        self.control.address().to_string()
+    }
+
+    pub(crate) fn fabrics(&self) -> String {
+        self.carriers.names()
+    }
+
+    /// Runs until the agent is closed.
+    pub(crate) fn run(&mut self) {
+        let mut idle_since: Option<Time> = None;
+        loop {
+            let now = now();
+            let busy = self.turn(now, Some(Duration::ZERO));
+            if self.is_over(now) {
+                return;
+            }
+            if busy {
+                idle_since = None;
+                continue;
+            }
+            let since = *idle_since.get_or_insert(now);
+            if now.since_us(since) < u64::try_from(self.spin.as_micros()).unwrap_or(u64::MAX) {
+                std::hint::spin_loop();
+                continue;
+            }
+            self.sleep(now);
+            idle_since = None;
+        }
+    }
+
+    /// One round of everything. Returns whether there was anything to do.
+    fn turn(&mut self, now: Time, wait: Option<Duration>) -> bool {
+        let mut busy = self.take_orders(now);
+        let mut events = std::mem::take(&mut self.control_events);
+        busy |= self.control.turn(now, wait, &mut events);
+        for event in events.drain(..) {
+            busy = true;
+            self.control_event(now, event);
+        }
+        busy |= self.progress_fabrics(now);
+        if self.node.poll_timeout().is_some_and(|t| t <= now) {
+            self.node.handle_timeout(now);
+        }
+        self.run_retries(now);
+        busy |= self.carry_out(now);
+        busy |= self.run_slice(now);
+        // Whatever this turn queued goes out with it; what closes may give the node more to say.
+        loop {
+            self.control.settle(&mut events);
+            if events.is_empty() {
+                break;
+            }
+            busy = true;
+            for event in events.drain(..) {
+                self.control_event(now, event);
+            }
+            self.carry_out(now);
+        }
+        self.control_events = events;
+        if now.since_us(self.stats_at) >= STATS_EVERY_US {
+            self.publish_stats(now);
+        }
+        busy
+    }
+
+    /// Sleeps until something happens or a timer is due.
+    fn sleep(&mut self, now: Time) {
+        self.publish_stats(now);
+        let handshakes = self.control.expire(now);
+        let retry = self.retries.first().map(|(at, _)| *at);
+        let timers = [self.node.poll_timeout(), handshakes, retry, self.closing];
+        let next = timers.into_iter().flatten().min();
+        let wait = next.map(|t| Duration::from_micros(t.since_us(now)));
+        if !self.carriers.arm() || !self.shared.orders.about_to_sleep() {
+            return;
+        }
+        self.stats.sleeps += 1;
+        let mut events = std::mem::take(&mut self.control_events);
+        self.control.turn(now, wait, &mut events);
+        self.shared.orders.awake();
+        self.shared.orders.signal.clear();
+        let now = self::now();
+        for event in events.drain(..) {
+            self.control_event(now, event);
+        }
+        self.control_events = events;
+    }
+
+    fn take_orders(&mut self, now: Time) -> bool {
+        let mut any = false;
+        for _ in 0..ORDERS_PER_TURN {
+            let Some(order) = self.shared.orders.take() else { break };
+            any = true;
+            match order {
+                Order::Expect(expect, room) => {
+                    self.rooms.insert(expect.room, room);
+                    self.node.handle_expect(now, *expect);
+                }
+                Order::Open(room, bootstrap, waiting, shared) => {
+                    self.rooms.insert(room, shared);
+                    self.node.handle_open(now, room, bootstrap, waiting);
+                }
+                Order::Push(push, shared) => {
+                    // A room that is over here keeps no entry: its caller has had its events.
+                    if shared.end().is_none() {
+                        self.rooms.insert(push.room, shared);
+                    }
+                    self.node.handle_push(now, *push);
+                }
+                Order::Retract(room, push) => self.node.handle_retract(now, room, push),
+                Order::Cancel(room) => {
+                    let reason = Reason::new(ReasonKind::Cancelled, format!("room {room} was cancelled by {}", self.me.name));
+                    self.node.handle_cancel(now, room, reason);
+                }
+                Order::Evict(name) => self.evict(now, &name),
+                Order::Close => {}
+            }
+        }
+        any
+    }
+
+    fn progress_fabrics(&mut self, now: Time) -> bool {
+        let mut completions = std::mem::take(&mut self.completions);
+        let mut busy = self.carriers.progress(&mut completions);
+        for (which, key, c) in completions.drain(..) {
+            busy = true;
+            self.completion(now, which, key, c);
+        }
+        self.completions = completions;
+        busy
+    }
+
+    /// Posts one slice of one room.
+    fn run_slice(&mut self, now: Time) -> bool {
+        if !self.sched.has_work() {
+            return false;
+        }
+        let mut pieces = std::mem::take(&mut self.pieces);
+        let peers = &self.peers;
+        let slice = self.sched.next_slice(&mut pieces, |key| {
+            peers.get(&key).is_some_and(|p| p.endpoint.is_some() && p.in_flight < SLICES_IN_FLIGHT)
+        });
+        let posted = slice.is_some();
+        if let Some(slice) = slice {
+            self.first_write.entry(slice.room).or_insert(now.0);
+            self.post_slice(now, slice, &pieces);
+        }
+        self.pieces = pieces;
+        posted
+    }
+
+    fn publish_stats(&mut self, now: Time) {
+        self.stats_at = now;
+        self.stats.counters = self.node.counters();
+        self.stats.gauges = self.node.gauges();
+        self.stats.data_syscalls = self.carriers.data_syscalls();
+        self.stats.connections = self.control.len() as u64;
+        self.stats.frames_sent = self.control.frames_sent;
+        self.stats.frames_received = self.control.frames_received;
+        self.stats.bad_connections = self.control.bad_connections;
+        self.shared.stats.try_set(&self.stats);
+    }
+
+    /// Closing: cancel all, wait for drains and fences while the caller wants to, report what is left.
+    fn is_over(&mut self, now: Time) -> bool {
+        if !self.shared.closed.load(Ordering::Relaxed) {
+            return false;
+        }
+        let Some(deadline) = self.closing else {
+            self.closing = Some(now.after(self.shared.stats.close_timeout()));
+            self.node.handle_close(now);
+            return false;
+        };
+        if !(self.node.is_quiet() && self.sched.len() == 0) && now < deadline {
+            return false;
+        }
+        self.take_orders(now);
+        self.carry_out(now);
+        self.end_sessions();
+        let left = self.node.unreleased();
+        *self.shared.unreleased.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = left;
+        self.fail_waiting_rooms(now);
+        self.publish_stats(now);
+        true
+    }
+
+    /// Nobody may wait for a room of a closed agent.
+    fn fail_waiting_rooms(&mut self, now: Time) {
+        let reason = Reason::new(ReasonKind::Closed, "the agent was closed");
+        for (room, shared) in self.rooms.drain() {
+            if shared.end().is_none() {
+                shared.finish(AgentEvent {
+                    room,
+                    kind: EventKind::Failed(reason.clone()),
+                    released: false,
+                    meta: None,
+                    stats: kvxfer_proto::node::RoomStats::default(),
+                    first_write_at_us: 0,
+                    at_us: now.0,
+                });
+            }
+        }
+    }
+
+    fn stage_changed(&self, room: Room, stage: Stage) {
+        if let Some(shared) = self.rooms.get(&room)
+            && stage < Stage::Success
+        {
+            shared.set_stage(stage);
+        }
+    }
+
+    /// Tries again later, each time twice as late, up to a second.
+    fn retry(&mut self, now: Time, what: Retry) {
+        let attempt = self.attempts.entry(what.clone()).or_insert(0);
+        let ms = 5u64 << (*attempt).min(8);
+        *attempt = attempt.saturating_add(1);
+        let when = now.after(Duration::from_millis(ms.min(1000)));
+        self.retries.insert((when, what));
+    }
+
+    fn run_retries(&mut self, now: Time) {
+        while let Some((at, _)) = self.retries.first() {
+            if *at > now {
+                return;
+            }
+            let Some((_, what)) = self.retries.pop_first() else { return };
+            match what {
+                Retry::Connect(key) => self.connect(now, key),
+                Retry::Resolve(source) => self.resolve(now, &source),
+                Retry::Register => self.register(now),
+            }
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! Carrying out what the state machine wants, and telling it what came of it.
+
+use super::Driver;
+use super::peers::Endpoint;
+use crate::carriers::{Which, mover};
+use crate::rooms::AgentEvent;
+use crate::sched::{FlowEnd, Slice};
+use kvxfer_fabric::{FabricError, Piece};
+use kvxfer_proto::msg::Frame;
+use kvxfer_proto::node::{Action, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Mover, PeerKey};
+use kvxfer_proto::plan::Cursor;
+use kvxfer_proto::{Reason, ReasonKind, Time};
+use std::sync::atomic::Ordering;
+
+impl Driver {
+    /// Does everything that the node wants by now. Returns whether there was anything.
+    pub(super) fn carry_out(&mut self, now: Time) -> bool {
+        let mut any = false;
+        while let Some(action) = self.node.poll_action() {
+            any = true;
+            match action {
+                Action::Send { peer, session, number, msg } => {
+                    let conn = self.peers.get(&peer).and_then(|io| io.conn);
+                    if let Some((conn, _)) = conn.filter(|(_, s)| *s == session) {
+                        let frame = Frame { incarnation: self.me.incarnation, session, number, msg };
+                        self.control.send(conn, &frame);
+                    }
+                }
+                Action::Event(event) => self.event(now, event),
+                Action::Stage(room, stage) => self.stage_changed(room, stage),
+                Action::Deliver(delivery) => self.deliver(now, delivery),
+                Action::Abort(id) => {
+                    let end = self.sched.abort(id);
+                    self.flow_over(now, id, end);
+                }
+                Action::Resolve(source) => self.resolve(now, &source),
+                Action::Connect(key) => self.connect(now, key),
+                Action::DropSession { peer, session, reason } => self.drop_session(peer, session, reason),
+                Action::Fence(key) => self.fence(now, key),
+                Action::TellRefused { peer, rooms } => self.tell_refused(peer, rooms),
+            }
+        }
+        any
+    }
+
+    fn deliver(&mut self, now: Time, delivery: Delivery) {
+        let key = delivery.peer;
+        let Some(io) = self.peers.get(&key) else {
+            self.node.handle_delivery(now, delivery.id, DeliveryEnd::Aborted);
+            return;
+        };
+        let (Some(Endpoint { template, .. }), Some(describe)) = (&io.endpoint, &io.describe) else {
+            self.node.handle_delivery(now, delivery.id, DeliveryEnd::Aborted);
+            return;
+        };
+        let (src, dst) = match key.direction {
+            Direction::WeGrant => (&describe.pages, &self.me.pages),
+            Direction::TheyGrant => (&self.me.pages, &describe.pages),
+        };
+        match Cursor::new(template.clone(), delivery.request, src, dst) {
+            Ok(cursor) => {
+                self.sched.add(delivery.id, key, delivery.room, cursor);
+                let end = self.sched.take_end(delivery.id);
+                self.flow_over(now, delivery.id, end);
+            }
+            Err(e) => {
+                let text = format!("room {}: push {}: {e}", delivery.room, delivery.push.0);
+                self.node.handle_delivery(now, delivery.id, DeliveryEnd::Failed(Reason::new(ReasonKind::PageError, text)));
+            }
+        }
+    }
+
+    fn flow_over(&mut self, now: Time, id: DeliveryId, end: Option<FlowEnd>) {
+        let Some(end) = end else { return };
+        let failure = self.failures.remove(&id);
+        let end = match (end, failure) {
+            (FlowEnd::Aborted, Some(reason)) => DeliveryEnd::Failed(reason),
+            (FlowEnd::Aborted, None) => DeliveryEnd::Aborted,
+            (FlowEnd::Complete { bytes, writes }, _) => DeliveryEnd::Complete { bytes, writes },
+        };
+        self.node.handle_delivery(now, id, end);
+    }
+
+    /// Posts a slice and asks for its flush.
+    pub(super) fn post_slice(&mut self, now: Time, slice: Slice, pieces: &[Piece]) {
+        let endpoint = self.peers.get(&slice.peer).and_then(|io| io.endpoint.as_ref());
+        let Some((which, ep)) = endpoint.map(|e| (e.which, e.ep)) else {
+            self.sched.drop_flow(slice.id);
+            self.node.handle_delivery(now, slice.id, DeliveryEnd::Aborted);
+            return;
+        };
+        self.next_ticket += 1;
+        let ticket = self.next_ticket;
+        let posted = self.carriers.post(which, ep, pieces);
+        match posted.and_then(|()| self.carriers.flush(which, ep, ticket)) {
+            Ok(()) => {
+                self.stats.slices += 1;
+                self.stats.writes += pieces.len() as u64;
+                self.stats.moved_bytes += pieces.iter().map(|p| p.len).sum::<u64>();
+                self.tickets.insert(ticket, (slice.id, slice.peer));
+                if let Some(io) = self.peers.get_mut(&slice.peer) {
+                    io.in_flight += 1;
+                }
+            }
+            Err(e) => self.slice_failed(now, slice, which, &e),
+        }
+    }
+
+    /// A slice that was not posted: what was posted before it may still be in flight.
+    fn slice_failed(&mut self, now: Time, slice: Slice, which: Which, error: &FabricError) {
+        let kind = match error {
+            FabricError::OutOfBounds { .. } => ReasonKind::PageError,
+            _ => ReasonKind::FabricError,
+        };
+        let reason = Reason::new(kind, format!("room {}: {error}", slice.room));
+        let own_only = mover(which) == Mover::Receiver || kind == ReasonKind::PageError;
+        if own_only {
+            self.failures.insert(slice.id, reason);
+            self.sched.abort(slice.id);
+            let end = self.sched.flushed(slice.id);
+            self.flow_over(now, slice.id, end);
+        } else {
+            self.node.handle_fabric_broken(now, slice.peer, &reason);
+        }
+    }
+
+    pub(super) fn flushed(&mut self, now: Time, ticket: u64, result: Result<(), FabricError>) {
+        let Some((id, key)) = self.tickets.remove(&ticket) else { return };
+        if let Some(io) = self.peers.get_mut(&key) {
+            io.in_flight = io.in_flight.saturating_sub(1);
+        }
+        if let Err(e) = result {
+            let reason = Reason::new(ReasonKind::FabricError, e.to_string());
+            let receiver_copies = self
+                .peers
+                .get(&key)
+                .and_then(|io| io.endpoint.as_ref())
+                .is_some_and(|e| mover(e.which) == Mover::Receiver);
+            if receiver_copies {
+                self.failures.insert(id, reason);
+                self.sched.abort(id);
+            } else {
+                self.node.handle_fabric_broken(now, key, &reason);
+                return;
+            }
+        }
+        let end = self.sched.flushed(id);
+        self.flow_over(now, id, end);
+    }
+
+    /// Nothing from this peer may land any more.
+    fn fence(&mut self, now: Time, key: PeerKey) {
+        for id in self.sched.drop_peer(key) {
+            self.failures.remove(&id);
+        }
+        self.tickets.retain(|_, (_, k)| *k != key);
+        let Some(io) = self.peers.get_mut(&key) else {
+            self.node.handle_fenced(now, key, Ok(()));
+            return;
+        };
+        io.in_flight = 0;
+        let Some((which, ep)) = io.take_endpoint() else {
+            // No endpoint was ever made, so the peer was never told to write.
+            self.node.handle_fenced(now, key, Ok(()));
+            return;
+        };
+        self.next_ticket += 1;
+        let ticket = self.next_ticket;
+        match self.carriers.fence(which, ep, ticket) {
+            Ok(()) => {
+                self.fences.insert(ticket, key);
+            }
+            Err(e) => self.fence_result(now, key, Err(e)),
+        }
+    }
+
+    pub(super) fn fenced(&mut self, now: Time, ticket: u64, result: Result<(), FabricError>) {
+        if let Some(key) = self.fences.remove(&ticket) {
+            self.fence_result(now, key, result);
+        }
+    }
+
+    fn fence_result(&mut self, now: Time, key: PeerKey, result: Result<(), FabricError>) {
+        let result = match key.direction {
+            Direction::WeGrant => result.map_err(|e| Reason::new(ReasonKind::FabricError, e.to_string())),
+            // Our own writes ended when our endpoint was closed, whatever the transport promises its target.
+            Direction::TheyGrant => Ok(()),
+        };
+        self.node.handle_fenced(now, key, result);
+    }
+
+    fn event(&mut self, now: Time, event: Event) {
+        let room = event.room;
+        let retracted = matches!(event.kind, EventKind::Retracted(_));
+        let out = AgentEvent {
+            room,
+            released: event.released,
+            meta: event.meta,
+            stats: event.stats,
+            first_write_at_us: self.first_write.get(&room).copied().unwrap_or(0),
+            at_us: now.0,
+            kind: event.kind,
+        };
+        if out.is_terminal()
+            && let Some(shared) = self.rooms.get(&room)
+        {
+            shared.finish(out.clone());
+        }
+        let (terminal, over) = (out.is_terminal(), event.released && !retracted);
+        self.shared.events.push(out);
+        if over {
+            self.rooms.remove(&room);
+            self.first_write.remove(&room);
+        }
+        if terminal && self.shared.has_waiters.load(Ordering::SeqCst) {
+            for signal in self.shared.waiters.lock().unwrap_or_else(std::sync::PoisonError::into_inner).iter() {
+                signal.raise();
+            }
+        }
+    }
+}

@@ -1,0 +1,479 @@
+//! Sessions and endpoints: from a connection that passed its handshake to a peer with whom bytes can move.
+
+use super::{Driver, Retry};
+use crate::address::HostPort;
+use crate::carriers::{self, Which, mover};
+use crate::control::{ConnId, ConnKind, ControlEvent};
+use kvxfer_fabric::{Completion, EpId, FabricError};
+use kvxfer_proto::handshake::{Established, Met};
+use kvxfer_proto::msg::{Attach, Attached, Describe, Frame, Msg, Purpose};
+use kvxfer_proto::node::{Direction, PeerKey, SessionUp};
+use kvxfer_proto::plan::Template;
+use kvxfer_proto::{Reason, ReasonKind, SessionNo, Side, Time};
+use std::sync::Arc;
+
+/// An endpoint that can carry bytes, and the plan for the two shards.
+pub(super) struct Endpoint {
+    pub(super) which: Which,
+    pub(super) ep: EpId,
+    pub(super) template: Arc<Template>,
+}
+
+/// What the driver knows of a peer.
+#[derive(Default)]
+pub(super) struct PeerIo {
+    /// Where it listens, from the directory.
+    pub(super) address: Option<HostPort>,
+    dialling: Option<ConnId>,
+    /// The connection of the present session.
+    pub(super) conn: Option<(ConnId, SessionNo)>,
+    pub(super) describe: Option<Box<Describe>>,
+    pub(super) endpoint: Option<Endpoint>,
+    attaching: Option<(Which, EpId)>,
+    /// Fabrics still to be tried.
+    choices: Vec<Which>,
+    /// Slices whose flush has not come back.
+    pub(super) in_flight: usize,
+    /// A connection on which the peers did not fit; rooms are failed on it.
+    refused: Option<ConnId>,
+}
+
+impl PeerIo {
+    /// Gives up the endpoint, also one that is being made.
+    pub(super) fn take_endpoint(&mut self) -> Option<(Which, EpId)> {
+        let made = self.endpoint.take().map(|e| (e.which, e.ep));
+        made.or(self.attaching.take())
+    }
+
+    pub(super) fn side(&self) -> Option<Side> {
+        self.describe.as_ref().map(|d| Side { groups: d.groups.clone(), shard: d.shard })
+    }
+}
+
+impl Driver {
+    /// Opens a connection for a session, if one is wanted and none is under way.
+    pub(super) fn connect(&mut self, now: Time, key: PeerKey) {
+        if !self.node.wants_session(key) {
+            self.attempts.remove(&Retry::Connect(key));
+            return;
+        }
+        let io = self.peers.entry(key).or_default();
+        let Some(address) = io.address.clone().filter(|_| io.dialling.is_none() && io.conn.is_none()) else { return };
+        let session = self.node.next_session(key);
+        io.dialling = Some(self.control.dial(now, &address, ConnKind::Transfer(key), session));
+    }
+
+    pub(super) fn control_event(&mut self, now: Time, event: ControlEvent) {
+        match event {
+            ControlEvent::NeedDescribe(conn, kind, met) => self.describe(now, conn, &kind, met),
+            ControlEvent::Established(conn, kind, e) => match e.met.purpose {
+                Purpose::Transfer => self.session_up(now, conn, &kind, *e),
+                Purpose::Lookup | Purpose::Register => self.directory_up(conn, kind),
+            },
+            ControlEvent::Refused(conn, kind, met, reason) => self.refused(now, conn, &kind, met, &reason),
+            ControlEvent::Frame(conn, kind, frame) => self.frame(now, conn, kind, frame),
+            ControlEvent::Closed { conn, kind, established, reason } => {
+                self.closed(now, conn, kind, established, reason);
+            }
+        }
+    }
+
+    fn describe(&mut self, now: Time, conn: ConnId, kind: &ConnKind, met: Met) {
+        if let ConnKind::Transfer(key) = kind
+            && key.incarnation != met.incarnation
+        {
+            // Another process answers at this address: the one that was meant has restarted.
+            let text = format!("incarnation {} answers where {} was", met.incarnation, key.incarnation);
+            self.control.close(conn, Reason::new(ReasonKind::PeerLost, text));
+            if let Some(io) = self.peers.get_mut(key) {
+                io.dialling = None;
+                io.address = None;
+            }
+            self.node.handle_replaced(now, *key);
+            return;
+        }
+        let direction = match kind {
+            ConnKind::Transfer(_) => Direction::WeGrant,
+            _ => Direction::TheyGrant,
+        };
+        let key = PeerKey { incarnation: met.incarnation, direction };
+        let (received, link_generation) = self.node.link_state(key);
+        self.handshakes.insert(conn, link_generation);
+        let side = self.node.side();
+        let describe = Describe {
+            name: self.me.name.clone(),
+            engine: self.me.engine.clone(),
+            dp_rank: self.me.dp_rank,
+            role: self.me.role,
+            mode: "push".to_owned(),
+            groups: side.groups.clone(),
+            shard: side.shard,
+            pages: self.me.pages.clone(),
+            model: self.me.model.clone(),
+            regions: self.me.regions.clone(),
+            fabrics: self.carriers.offers(),
+            received,
+            link_generation,
+            staging: (0, 0),
+        };
+        let mut events = Vec::new();
+        self.control.supply_describe(conn, describe, &mut events);
+        for event in events {
+            self.control_event(now, event);
+        }
+    }
+
+    fn session_up(&mut self, now: Time, conn: ConnId, kind: &ConnKind, e: Established) {
+        let direction = match kind {
+            ConnKind::Transfer(_) => Direction::WeGrant,
+            _ => Direction::TheyGrant,
+        };
+        let key = PeerKey { incarnation: e.met.incarnation, direction };
+        let own_generation = self.handshakes.remove(&conn).unwrap_or(0);
+        let Some(describe) = e.describe else { return };
+        let io = self.peers.entry(key).or_default();
+        if io.dialling == Some(conn) {
+            io.dialling = None;
+        }
+        self.sessions.insert(conn, (key, e.met.session));
+        self.attempts.remove(&Retry::Connect(key));
+        self.node.handle_session_up(
+            now,
+            SessionUp {
+                peer: key,
+                session: e.met.session,
+                received: describe.received,
+                generation: describe.link_generation,
+                own_generation,
+                side: Side { groups: describe.groups.clone(), shard: describe.shard },
+                pages: describe.pages.clone(),
+                name: describe.name.clone(),
+            },
+        );
+        if self.node.session_of(key) != Some(e.met.session) {
+            // The node said why in a `DropSession`.
+            return;
+        }
+        tracing::debug!(peer = %describe.name, session = e.met.session.0, "session up");
+        if let Some(io) = self.peers.get_mut(&key) {
+            io.conn = Some((conn, e.met.session));
+            io.choices = self.carriers.choices(&describe.fabrics);
+            io.describe = Some(describe);
+        }
+        if direction == Direction::WeGrant {
+            self.attach(now, key);
+        }
+    }
+
+    /// Decode's side: uses the endpoint there is, or makes one over the best fabric that reaches the peer.
+    fn attach(&mut self, now: Time, key: PeerKey) {
+        if let Some(e) = self.peers.get(&key).and_then(|io| io.endpoint.as_ref()) {
+            let fabric = carriers::name(e.which).to_owned();
+            self.send_session(key, Msg::Attach(Attach { fabric }));
+            return;
+        }
+        let mut why = "no fabric in common reaches it".to_owned();
+        loop {
+            let Some(io) = self.peers.get_mut(&key) else { return };
+            if io.attaching.is_some() {
+                return;
+            }
+            if io.choices.is_empty() {
+                let name = io.describe.as_ref().map_or("?", |d| d.name.as_str());
+                let text = format!("peer {name} cannot be reached: {why}");
+                self.node.handle_fabric_broken(now, key, &Reason::new(ReasonKind::FabricError, text));
+                return;
+            }
+            let which = io.choices.remove(0);
+            match self.open_endpoint(key, which) {
+                Ok(()) => return,
+                Err(e) => why = e.to_string(),
+            }
+        }
+    }
+
+    fn open_endpoint(&mut self, key: PeerKey, which: Which) -> Result<(), FabricError> {
+        let Some(io) = self.peers.get_mut(&key) else { return Err(FabricError::NoEndpoint(0)) };
+        let Some(describe) = &io.describe else { return Err(FabricError::NoEndpoint(0)) };
+        let lens: Vec<u64> = describe.regions.iter().map(|r| r.len).collect();
+        let ep = self.carriers.connect(which, key, &describe.fabrics, &lens)?;
+        io.attaching = Some((which, ep));
+        Ok(())
+    }
+
+    fn send_session(&mut self, key: PeerKey, msg: Msg) {
+        let Some((conn, session)) = self.peers.get(&key).and_then(|io| io.conn) else { return };
+        let frame = Frame { incarnation: self.me.incarnation, session, number: 0, msg };
+        self.control.send(conn, &frame);
+    }
+
+    fn frame(&mut self, now: Time, conn: ConnId, kind: ConnKind, frame: Frame) {
+        let Some(&(key, _)) = self.sessions.get(&conn) else {
+            if let Msg::RoomFailed(m) = frame.msg {
+                self.node.handle_room_failed(now, m.room, m.reason);
+            } else {
+                self.directory_frame(now, conn, kind, frame);
+            }
+            return;
+        };
+        match frame.msg {
+            Msg::Attach(m) => self.attach_asked(now, key, &m.fabric),
+            Msg::Attached(m) => self.attach_answered(now, key, m),
+            // The peer checks more than we do, and does not want us.
+            Msg::Refuse(reason) => self.node.handle_refused(now, key, &reason),
+            _ => {
+                if let Err(reason) = self.node.handle_frame(now, key, frame) {
+                    tracing::warn!(%reason, "the peer broke the protocol");
+                    self.control.close(conn, reason);
+                }
+            }
+        }
+    }
+
+    /// Prefill's side: decode has chosen a fabric.
+    fn attach_asked(&mut self, now: Time, key: PeerKey, fabric: &str) {
+        let Some(which) = carriers::named(fabric) else {
+            let text = format!("fabric {fabric:?} is not known here");
+            self.answer_attach(key, Some(Reason::new(ReasonKind::FabricError, text)), String::new());
+            return;
+        };
+        let Some(io) = self.peers.get_mut(&key) else { return };
+        match &io.endpoint {
+            Some(e) if e.which == which => {
+                self.answer_attach(key, None, String::new());
+                self.node.handle_attached(now, key, mover(which));
+                return;
+            }
+            _ => {}
+        }
+        if let Some((old, ep)) = io.attaching.take() {
+            self.carriers.disconnect(old, ep);
+        }
+        if let Err(e) = self.open_endpoint(key, which) {
+            self.answer_attach(key, Some(Reason::new(ReasonKind::FabricError, e.to_string())), String::new());
+        }
+    }
+
+    fn answer_attach(&mut self, key: PeerKey, error: Option<Reason>, info: String) {
+        self.send_session(key, Msg::Attached(Attached { error, info }));
+    }
+
+    /// Decode's side: prefill has attached, or cannot.
+    fn attach_answered(&mut self, now: Time, key: PeerKey, m: Attached) {
+        let Some(io) = self.peers.get_mut(&key) else { return };
+        let Some(endpoint) = io.endpoint.take() else { return };
+        match m.error {
+            None => {
+                let which = endpoint.which;
+                io.endpoint = Some(endpoint);
+                self.node.handle_attached(now, key, mover(which));
+            }
+            Some(reason) => {
+                tracing::info!(%reason, fabric = carriers::name(endpoint.which), "the peer could not attach");
+                self.carriers.disconnect(endpoint.which, endpoint.ep);
+                self.attach(now, key);
+            }
+        }
+    }
+
+    /// Something that a fabric reports of an endpoint.
+    pub(super) fn completion(&mut self, now: Time, which: Which, key: Option<PeerKey>, c: Completion) {
+        match c {
+            Completion::Flushed { ticket, result, .. } => self.flushed(now, ticket, result),
+            Completion::Fenced { ticket, result, .. } => self.fenced(now, ticket, result),
+            Completion::Connected { ep, info } => {
+                if let Some(key) = key {
+                    self.endpoint_up(now, key, which, ep, info);
+                }
+            }
+            Completion::ConnectFailed { ep, error } => {
+                let Some(key) = key else { return };
+                let Some(io) = self.peers.get_mut(&key) else { return };
+                if io.attaching != Some((which, ep)) {
+                    return;
+                }
+                io.attaching = None;
+                tracing::info!(%error, fabric = carriers::name(which), "cannot attach");
+                if key.direction == Direction::WeGrant {
+                    if io.choices.is_empty() {
+                        let name = io.describe.as_ref().map_or("?", |d| d.name.as_str());
+                        let text = format!("peer {name} cannot be reached over {}: {error}", carriers::name(which));
+                        self.node.handle_fabric_broken(now, key, &Reason::new(ReasonKind::FabricError, text));
+                    } else {
+                        self.attach(now, key);
+                    }
+                } else {
+                    self.answer_attach(key, Some(Reason::new(ReasonKind::FabricError, error.to_string())), String::new());
+                }
+            }
+            Completion::PeerDied { .. } => {
+                if let Some(key) = key {
+                    // Both directions are the same process.
+                    for key in self.node.keys_of(key.incarnation).collect::<Vec<_>>() {
+                        self.node.handle_peer_died(now, key);
+                    }
+                }
+            }
+            Completion::Broken { error, .. } => {
+                if let Some(key) = key {
+                    self.node.handle_fabric_broken(now, key, &Reason::new(ReasonKind::FabricError, error.to_string()));
+                }
+            }
+        }
+    }
+
+    fn endpoint_up(&mut self, now: Time, key: PeerKey, which: Which, ep: EpId, info: String) {
+        let own = self.node.side().clone();
+        let Some(io) = self.peers.get_mut(&key) else { return };
+        if io.attaching != Some((which, ep)) {
+            self.carriers.disconnect(which, ep);
+            return;
+        }
+        io.attaching = None;
+        let Some(theirs) = io.side() else { return };
+        let template = match key.direction {
+            Direction::WeGrant => Template::new(&theirs, &own),
+            Direction::TheyGrant => Template::new(&own, &theirs),
+        };
+        match template {
+            Ok(t) => io.endpoint = Some(Endpoint { which, ep, template: Arc::new(t) }),
+            Err(e) => {
+                // The handshake checks that the layouts fit, so this is a bug of ours.
+                let reason = Reason::new(ReasonKind::LayoutMismatch, e.to_string());
+                self.carriers.disconnect(which, ep);
+                self.node.handle_refused(now, key, &reason);
+                return;
+            }
+        }
+        tracing::debug!(fabric = carriers::name(which), %info, "attached");
+        if key.direction == Direction::WeGrant {
+            self.send_session(key, Msg::Attach(Attach { fabric: carriers::name(which).to_owned() }));
+        } else {
+            self.answer_attach(key, None, info);
+            self.node.handle_attached(now, key, mover(which));
+        }
+    }
+
+    fn refused(&mut self, now: Time, conn: ConnId, kind: &ConnKind, met: Met, reason: &Reason) {
+        self.handshakes.remove(&conn);
+        tracing::warn!(%reason, "a peer does not fit");
+        if matches!(kind, ConnKind::Transfer(_)) {
+            let key = PeerKey { incarnation: met.incarnation, direction: Direction::WeGrant };
+            if let Some(io) = self.peers.get_mut(&key) {
+                io.dialling = None;
+                io.refused = Some(conn);
+            }
+            self.refused_sessions.insert(conn, met.session);
+            self.node.handle_refused(now, key, reason);
+        }
+    }
+
+    /// On a refused connection, the peer learns which rooms failed for it.
+    pub(super) fn tell_refused(&mut self, key: PeerKey, rooms: Vec<(kvxfer_proto::Room, Reason)>) {
+        let Some(conn) = self.peers.get_mut(&key).and_then(|io| io.refused.take()) else { return };
+        let session = self.refused_sessions.remove(&conn).unwrap_or_default();
+        for (room, reason) in rooms {
+            let msg = Msg::RoomFailed(kvxfer_proto::msg::RoomFailed { room, reason });
+            self.control.send(conn, &Frame { incarnation: self.me.incarnation, session, number: 0, msg });
+        }
+        self.control.close(conn, Reason::new(ReasonKind::LayoutMismatch, "the peers do not fit"));
+    }
+
+    pub(super) fn drop_session(&mut self, key: PeerKey, session: SessionNo, reason: Reason) {
+        let found = self.sessions.iter().find(|(_, s)| **s == (key, session)).map(|(conn, _)| *conn);
+        if let Some(conn) = found {
+            self.control.close(conn, reason);
+        }
+        if let Some(io) = self.peers.get_mut(&key)
+            && io.conn.is_some_and(|(_, s)| s == session)
+        {
+            io.conn = None;
+        }
+    }
+
+    fn closed(&mut self, now: Time, conn: ConnId, kind: ConnKind, established: bool, reason: Reason) {
+        self.handshakes.remove(&conn);
+        self.refused_sessions.remove(&conn);
+        if let Some((key, session)) = self.sessions.remove(&conn) {
+            if let Some(io) = self.peers.get_mut(&key)
+                && io.conn.is_some_and(|(c, _)| c == conn)
+            {
+                io.conn = None;
+            }
+            self.node.handle_session_down(now, key, session);
+            return;
+        }
+        match kind {
+            ConnKind::Transfer(key) => {
+                let Some(io) = self.peers.get_mut(&key) else { return };
+                if io.refused == Some(conn) {
+                    io.refused = None;
+                }
+                if io.dialling != Some(conn) {
+                    return;
+                }
+                io.dialling = None;
+                if is_final(&reason) {
+                    self.node.handle_refused(now, key, &reason);
+                } else if !established {
+                    let tries = self.attempts.get(&Retry::Connect(key)).copied().unwrap_or(0);
+                    if tries % 4 == 3 {
+                        // It may have restarted elsewhere; the directory knows.
+                        self.node.handle_unreachable(now, key);
+                    }
+                    self.retry(now, Retry::Connect(key));
+                }
+            }
+            other => self.directory_closed(now, conn, other, reason),
+        }
+    }
+
+    pub(super) fn evict(&mut self, now: Time, name: &str) {
+        let keys: Vec<PeerKey> = self
+            .peers
+            .iter()
+            .filter(|(key, io)| {
+                key.incarnation.to_string() == name || io.describe.as_ref().is_some_and(|d| d.name == name)
+            })
+            .map(|(key, _)| *key)
+            .collect();
+        for key in keys {
+            self.node.handle_evict(now, key);
+        }
+    }
+
+    /// Says goodbye on every session, so that no peer waits for us.
+    pub(super) fn end_sessions(&mut self) {
+        let reason = Reason::new(ReasonKind::PeerLost, format!("agent {} was closed", self.me.name));
+        let open: Vec<(ConnId, SessionNo)> = self.sessions.iter().map(|(conn, (_, s))| (*conn, *s)).collect();
+        for (conn, session) in &open {
+            let msg = Msg::Bye(reason.clone());
+            self.control.send(*conn, &Frame { incarnation: self.me.incarnation, session: *session, number: 0, msg });
+        }
+        // A socket that is closed with bytes unread resets the connection, and the goodbye could be lost with it: the
+        // peers close first, or the time is up.
+        let until = super::now().after(std::time::Duration::from_millis(200));
+        let mut events = Vec::new();
+        let mut left = open.len();
+        while left > 0 && super::now() < until {
+            self.control.settle(&mut events);
+            self.control.turn(super::now(), Some(std::time::Duration::from_millis(5)), &mut events);
+            self.control.settle(&mut events);
+            for event in events.drain(..) {
+                if let ControlEvent::Closed { conn, .. } = event
+                    && self.sessions.remove(&conn).is_some()
+                {
+                    left -= 1;
+                }
+            }
+        }
+    }
+}
+
+/// Whether trying again cannot help.
+pub(super) fn is_final(reason: &Reason) -> bool {
+    matches!(
+        reason.kind,
+        ReasonKind::AuthError | ReasonKind::VersionMismatch | ReasonKind::ProtocolError | ReasonKind::LayoutMismatch
+    )
+}

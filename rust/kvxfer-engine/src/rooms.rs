@@ -1,0 +1,136 @@
+//! What callers can see of a room without asking the transfer thread.
+
+use kvxfer_proto::node::{EventKind, RoomStats, Stage};
+use kvxfer_proto::{Reason, Room};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// An event as `poll` gives it.
+#[derive(Clone, Debug)]
+pub struct AgentEvent {
+    /// The room.
+    pub room: Room,
+    /// What happened.
+    pub kind: EventKind,
+    /// Whether pages may be reused from now on.
+    pub released: bool,
+    /// Metadata that came with `Success`.
+    pub meta: Option<Arc<[u8]>>,
+    /// What it cost.
+    pub stats: RoomStats,
+    /// `CLOCK_MONOTONIC` when this side moved the first byte, microseconds; zero if it moved none.
+    pub first_write_at_us: u64,
+    /// `CLOCK_MONOTONIC` of the event, microseconds.
+    pub at_us: u64,
+}
+
+impl AgentEvent {
+    #[cfg(test)]
+    pub(crate) fn released(room: Room) -> Self {
+        Self {
+            room,
+            kind: EventKind::Released,
+            released: true,
+            meta: None,
+            stats: RoomStats::default(),
+            first_write_at_us: 0,
+            at_us: 0,
+        }
+    }
+
+    /// Why the room failed, if this says so.
+    #[must_use]
+    pub fn error(&self) -> Option<&Reason> {
+        match &self.kind {
+            EventKind::Failed(reason) => Some(reason),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn is_terminal(&self) -> bool {
+        matches!(self.kind, EventKind::Success | EventKind::Failed(_))
+    }
+}
+
+/// One room, seen from both sides of the queues.
+#[derive(Debug)]
+pub(crate) struct RoomShared {
+    stage: AtomicU8,
+    /// The terminal event.
+    end: OnceLock<AgentEvent>,
+    /// A push with `last` was ordered.
+    pub(crate) last_ordered: AtomicBool,
+    /// Its number, so that retracting it allows another.
+    pub(crate) last_push: AtomicU64,
+    gate: Mutex<()>,
+    ended: Condvar,
+}
+
+impl RoomShared {
+    pub(crate) fn new() -> Self {
+        Self {
+            stage: AtomicU8::new(Stage::Bootstrapping as u8),
+            end: OnceLock::new(),
+            last_ordered: AtomicBool::new(false),
+            last_push: AtomicU64::new(0),
+            gate: Mutex::new(()),
+            ended: Condvar::new(),
+        }
+    }
+
+    pub(crate) fn stage(&self) -> Stage {
+        match self.stage.load(Ordering::Acquire) {
+            0 => Stage::Bootstrapping,
+            1 => Stage::Waiting,
+            2 => Stage::Transferring,
+            3 => Stage::Success,
+            _ => Stage::Failed,
+        }
+    }
+
+    pub(crate) fn set_stage(&self, stage: Stage) {
+        self.stage.store(stage as u8, Ordering::Release);
+    }
+
+    /// Records the terminal event and wakes whoever waits for it.
+    pub(crate) fn finish(&self, event: AgentEvent) {
+        self.set_stage(if event.error().is_some() { Stage::Failed } else { Stage::Success });
+        let _ = self.end.set(event);
+        // Waiters hold this lock only between their look and their sleep.
+        drop(self.gate.lock().unwrap_or_else(PoisonError::into_inner));
+        self.ended.notify_all();
+    }
+
+    pub(crate) fn end(&self) -> Option<&AgentEvent> {
+        self.end.get()
+    }
+
+    /// Sleeps until the room has ended or the time is up.
+    pub(crate) fn wait(&self, timeout: Option<Duration>) -> Option<&AgentEvent> {
+        let until = timeout.map(|t| Instant::now() + t.min(Duration::from_secs(365 * 24 * 3600)));
+        let mut gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
+        while self.end.get().is_none() {
+            gate = match until {
+                None => self.ended.wait(gate).unwrap_or_else(PoisonError::into_inner),
+                Some(until) => {
+                    let left = until.checked_duration_since(Instant::now())?;
+                    self.ended.wait_timeout(gate, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+        self.end.get()
+    }
+}
+
+static FORKS: AtomicU64 = AtomicU64::new(0);
+
+/// Tells this crate that it runs in a forked child: agents of the parent answer with an error from now on.
+pub fn after_fork_in_child() {
+    FORKS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// How many forks this process descends from, counted since the crate was loaded.
+pub(crate) fn forks() -> u64 {
+    FORKS.load(Ordering::Relaxed)
+}

@@ -1,0 +1,253 @@
+//! Which room's bytes move next.
+//!
+//! Rooms take turns, and a turn is worth the same number of bytes to each (deficit round robin), so a short
+//! hand-off never waits for a long one to end. Within a room, deliveries go in the order in which they came.
+
+use kvxfer_proto::Room;
+use kvxfer_proto::node::{DeliveryId, PeerKey};
+use kvxfer_proto::plan::{Cursor, Piece};
+use std::collections::{HashMap, VecDeque};
+
+/// A delivery under way.
+#[derive(Debug)]
+pub(crate) struct Flow {
+    pub(crate) id: DeliveryId,
+    pub(crate) peer: PeerKey,
+    pub(crate) room: Room,
+    cursor: Cursor,
+    exhausted: bool,
+    aborted: bool,
+    /// Slices posted whose flush has not come back.
+    in_flight: u32,
+    pub(crate) bytes: u64,
+    pub(crate) writes: u64,
+}
+
+/// How a flow ended: nothing of it is in flight.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum FlowEnd {
+    Complete { bytes: u64, writes: u64 },
+    Aborted,
+}
+
+/// One room's turn.
+#[derive(Debug, Default)]
+struct Turn {
+    flows: VecDeque<DeliveryId>,
+    deficit: u64,
+}
+
+/// All flows, and the order of rooms.
+#[derive(Debug, Default)]
+pub(crate) struct Scheduler {
+    flows: HashMap<DeliveryId, Flow>,
+    turns: HashMap<Room, Turn>,
+    ring: VecDeque<Room>,
+    quantum: u64,
+}
+
+/// A slice to post.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Slice {
+    pub(crate) id: DeliveryId,
+    pub(crate) peer: PeerKey,
+    pub(crate) room: Room,
+}
+
+/// Pieces a slice may have at most: bounds the time between two looks at the control channel when pieces are tiny.
+const SLICE_PIECES: usize = 1024;
+
+impl Scheduler {
+    pub(crate) fn new(quantum: u64) -> Self {
+        Self { quantum: quantum.max(4096), ..Self::default() }
+    }
+
+    pub(crate) fn add(&mut self, id: DeliveryId, peer: PeerKey, room: Room, cursor: Cursor) {
+        let exhausted = cursor.total_bytes() == 0;
+        let flow =
+            Flow { id, peer, room, cursor, exhausted, aborted: false, in_flight: 0, bytes: 0, writes: 0 };
+        self.flows.insert(id, flow);
+        let turn = self.turns.entry(room).or_insert_with(|| {
+            self.ring.push_back(room);
+            Turn::default()
+        });
+        turn.flows.push_back(id);
+    }
+
+    pub(crate) fn has_work(&self) -> bool {
+        !self.ring.is_empty()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.flows.len()
+    }
+
+    /// Fills `out` with the next slice, of a room for whose peer `may_post` holds. `None`: nothing can be posted now.
+    pub(crate) fn next_slice(&mut self, out: &mut Vec<Piece>, mut may_post: impl FnMut(PeerKey) -> bool) -> Option<Slice> {
+        out.clear();
+        for _ in 0..self.ring.len() {
+            let room = self.ring.pop_front()?;
+            let Some(turn) = self.turns.get_mut(&room) else { continue };
+            turn.flows.retain(|id| self.flows.get(id).is_some_and(|f| !f.exhausted && !f.aborted));
+            let Some(id) = turn.flows.front().copied() else {
+                self.turns.remove(&room);
+                continue;
+            };
+            let Some(flow) = self.flows.get_mut(&id) else { continue };
+            if !may_post(flow.peer) {
+                // It keeps its place and gains nothing by waiting.
+                self.ring.push_back(room);
+                continue;
+            }
+            turn.deficit = turn.deficit.saturating_add(self.quantum).min(2 * self.quantum);
+            flow.exhausted = !flow.cursor.fill(out, turn.deficit, SLICE_PIECES);
+            let bytes: u64 = out.iter().map(|p| p.len).sum();
+            turn.deficit = turn.deficit.saturating_sub(bytes);
+            flow.bytes += bytes;
+            flow.writes += out.len() as u64;
+            flow.in_flight += 1;
+            let slice = Slice { id, peer: flow.peer, room };
+            self.ring.push_back(room);
+            return Some(slice);
+        }
+        None
+    }
+
+    /// A slice's flush came back. Returns the flow's end if that was the last of it.
+    pub(crate) fn flushed(&mut self, id: DeliveryId) -> Option<FlowEnd> {
+        if let Some(flow) = self.flows.get_mut(&id) {
+            flow.in_flight = flow.in_flight.saturating_sub(1);
+        }
+        self.take_end(id)
+    }
+
+    /// Nothing more of this flow is posted. Returns its end if nothing is in flight.
+    pub(crate) fn abort(&mut self, id: DeliveryId) -> Option<FlowEnd> {
+        if let Some(flow) = self.flows.get_mut(&id) {
+            flow.aborted = true;
+        }
+        self.take_end(id)
+    }
+
+    /// The end of a flow that has nothing to move.
+    pub(crate) fn take_end(&mut self, id: DeliveryId) -> Option<FlowEnd> {
+        let flow = self.flows.get(&id)?;
+        if flow.in_flight > 0 || (!flow.exhausted && !flow.aborted) {
+            return None;
+        }
+        let flow = self.flows.remove(&id)?;
+        Some(if flow.aborted {
+            FlowEnd::Aborted
+        } else {
+            FlowEnd::Complete { bytes: flow.bytes, writes: flow.writes }
+        })
+    }
+
+    /// Drops every flow with a peer whose endpoint is gone, and says which.
+    pub(crate) fn drop_peer(&mut self, peer: PeerKey) -> Vec<DeliveryId> {
+        let ids: Vec<_> = self.flows.values().filter(|f| f.peer == peer).map(|f| f.id).collect();
+        for id in &ids {
+            self.flows.remove(id);
+        }
+        ids
+    }
+
+    /// Drops one flow whatever is in flight, because its slice could not be posted.
+    pub(crate) fn drop_flow(&mut self, id: DeliveryId) {
+        self.flows.remove(&id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvxfer_proto::node::Direction;
+    use kvxfer_proto::plan::{Request, Template};
+    use kvxfer_proto::{DType, Incarnation, Kind, Order, PageLayout, Shard, Side};
+    use std::sync::Arc;
+
+    fn cursor(pages: u32) -> Cursor {
+        let layout = PageLayout {
+            layers: 4,
+            kv_heads: 1,
+            head_dim: 128,
+            page_tokens: 16,
+            dtype: DType::Bfloat16,
+            order: Order::Hnd,
+            kind: Kind::Kv,
+        };
+        let side = Side {
+            groups: vec![layout],
+            shard: Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 },
+        };
+        let list: Arc<[u32]> = (0..pages).map(|p| p * 2).collect();
+        let request = Request {
+            src_pages: vec![Arc::clone(&list)],
+            src_start: 0,
+            dst_pages: vec![list],
+            dst_start: 0,
+            tokens: 0..u64::from(pages) * 16,
+            layers: 0..4,
+        };
+        let template = Arc::new(Template::new(&side, &side).unwrap());
+        Cursor::new(template, request, &[100_000], &[100_000]).unwrap()
+    }
+
+    fn key(n: u64) -> PeerKey {
+        PeerKey { incarnation: Incarnation(n), direction: Direction::TheyGrant }
+    }
+
+    /// A short room behind long ones gets its share from its first turn on.
+    #[test]
+    fn a_short_room_waits_for_one_slice_of_each_other_room() {
+        let mut s = Scheduler::new(64 << 10);
+        for n in 0..4u64 {
+            s.add(DeliveryId(n), key(1), Room::new(n).unwrap(), cursor(4000));
+        }
+        s.add(DeliveryId(9), key(1), Room::new(9).unwrap(), cursor(63));
+        let (mut out, mut turns, mut others) = (Vec::new(), 0, 0u64);
+        let short = 63 * 4096 * 8;
+        loop {
+            let slice = s.next_slice(&mut out, |_| true).unwrap();
+            let bytes: u64 = out.iter().map(|p| p.len).sum();
+            if slice.id == DeliveryId(9) {
+                turns += 1;
+                if let Some(end) = s.flushed(slice.id) {
+                    assert_eq!(end, FlowEnd::Complete { bytes: short, writes: 63 * 8 });
+                    break;
+                }
+            } else {
+                others += bytes;
+            }
+        }
+        assert!(others <= 4 * (short + (128 << 10)), "others moved {others} bytes meanwhile, in {turns} turns");
+    }
+
+    #[test]
+    fn an_abort_ends_once_nothing_is_in_flight() {
+        let mut s = Scheduler::new(64 << 10);
+        s.add(DeliveryId(1), key(1), Room::new(1).unwrap(), cursor(100));
+        let mut out = Vec::new();
+        s.next_slice(&mut out, |_| true).unwrap();
+        s.next_slice(&mut out, |_| true).unwrap();
+        assert_eq!(s.abort(DeliveryId(1)), None);
+        assert!(s.next_slice(&mut out, |_| true).is_none(), "nothing more is posted");
+        assert_eq!(s.flushed(DeliveryId(1)), None);
+        assert_eq!(s.flushed(DeliveryId(1)), Some(FlowEnd::Aborted));
+        assert!(!s.has_work());
+    }
+
+    #[test]
+    fn a_peer_that_cannot_take_more_does_not_hold_up_the_others() {
+        let mut s = Scheduler::new(64 << 10);
+        s.add(DeliveryId(1), key(1), Room::new(1).unwrap(), cursor(100));
+        s.add(DeliveryId(2), key(2), Room::new(2).unwrap(), cursor(100));
+        let mut out = Vec::new();
+        for _ in 0..10 {
+            assert_eq!(s.next_slice(&mut out, |k| k == key(2)).unwrap().id, DeliveryId(2));
+        }
+        assert_eq!(s.drop_peer(key(2)), vec![DeliveryId(2)]);
+        assert!(s.next_slice(&mut out, |k| k == key(2)).is_none());
+        assert_eq!(s.next_slice(&mut out, |_| true).unwrap().id, DeliveryId(1));
+    }
+}

@@ -1,0 +1,63 @@
+//! Counters that the thread writes and anyone may read.
+
+use kvxfer_proto::node::{Counters, Gauges};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// What an agent has done and holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Stats {
+    /// The state machine's counters.
+    pub counters: Counters,
+    /// The state machine's gauges.
+    pub gauges: Gauges,
+    /// Orders that wait for the thread.
+    pub queue_depth: u64,
+    /// Bytes that this agent moved.
+    pub moved_bytes: u64,
+    /// Writes or copies it made.
+    pub writes: u64,
+    /// System calls for data.
+    pub data_syscalls: u64,
+    /// Slices of data work.
+    pub slices: u64,
+    /// Times that the thread slept.
+    pub sleeps: u64,
+    /// Control connections open now.
+    pub connections: u64,
+    /// Control frames sent and received.
+    pub frames_sent: u64,
+    /// Control frames received.
+    pub frames_received: u64,
+    /// Connections refused or dropped for what came on them.
+    pub bad_connections: u64,
+}
+
+/// The place where the thread leaves its statistics, at most every few milliseconds.
+#[derive(Debug, Default)]
+pub(crate) struct StatsCell {
+    latest: Mutex<Stats>,
+    close_us: AtomicU64,
+}
+
+impl StatsCell {
+    pub(crate) fn get(&self) -> Stats {
+        *self.latest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Never waits: if a reader is there, the next time will do.
+    pub(crate) fn try_set(&self, stats: &Stats) {
+        if let Ok(mut latest) = self.latest.try_lock() {
+            *latest = *stats;
+        }
+    }
+
+    pub(crate) fn set_close_deadline(&self, timeout: Duration) {
+        self.close_us.store(u64::try_from(timeout.as_micros()).unwrap_or(u64::MAX), Ordering::SeqCst);
+    }
+
+    pub(crate) fn close_timeout(&self) -> Duration {
+        Duration::from_micros(self.close_us.load(Ordering::SeqCst))
+    }
+}

@@ -1,0 +1,64 @@
+//! What closing our endpoint promises, for each of UCX's transports.
+
+use crate::FabricError;
+use std::collections::BTreeSet;
+
+/// What a sender names beside `tcp` when its UCX may use TCP's own put. Our setting turns that off: such writes go
+/// straight from the socket into memory, and closing the endpoint does not close the socket, which UCX keeps for
+/// receiving (1.22: a megabyte landed after the close). Without it puts are active messages, which the receiver's
+/// UCX looks up by the endpoint's number, never used again, and drops when that is closed.
+pub(super) const TCP_PUT: &str = "tcp_put";
+
+/// Whether nothing lands any more once our FORCE close has completed; `Err` says why not.
+fn closes_the_way(transport: &str) -> Result<(), &'static str> {
+    match transport {
+        "tcp" => Ok(()),
+        TCP_PUT => Err("UCX_TCP_PUT_ENABLE is on at the sender, and such writes pass a closed endpoint by"),
+        // The queue pair is destroyed, and the adapter drops what arrives for it.
+        "rc_verbs" | "rc_mlx5" => Ok(()),
+        "dc_mlx5" => Err("its target queue is shared by every peer of the interface"),
+        "posix" | "sysv" | "xpmem" | "knem" => Err("the peer has our memory mapped and writes it by itself"),
+        "cma" => Err("the peer writes our memory by a system call of its own"),
+        "cuda_ipc" => Err("the peer has our device memory mapped and writes it by itself"),
+        _ => Err("kvxfer has no proof for this transport"),
+    }
+}
+
+/// The promise for a peer that writes through these transports.
+pub(super) fn verdict(transports: &BTreeSet<String>) -> Result<(), FabricError> {
+    if transports.is_empty() {
+        return Err(FabricError::NoFence {
+            transport: "unknown".into(),
+            why: "UCX does not say which transports the endpoint uses".into(),
+        });
+    }
+    for transport in transports {
+        if let Err(why) = closes_the_way(transport) {
+            return Err(FabricError::NoFence {
+                transport: transport.clone(),
+                why: format!("{why}; only the peer's death or our own end stops it"),
+            });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(names: &[&str]) -> Result<(), FabricError> {
+        verdict(&names.iter().map(|n| (*n).to_owned()).collect())
+    }
+
+    #[test]
+    fn one_weak_transport_spoils_the_fence() {
+        assert_eq!(of(&["tcp"]), Ok(()));
+        assert_eq!(of(&["rc_mlx5", "tcp"]), Ok(()));
+        for name in ["posix", "sysv", "cma", "dc_mlx5", "ud_verbs", "cuda_ipc", "tcp_put", "something_new"] {
+            let err = of(&["tcp", name]).expect_err(name);
+            assert!(matches!(err, FabricError::NoFence { ref transport, .. } if transport == name), "{err}");
+        }
+        assert!(of(&[]).is_err());
+    }
+}

@@ -1,0 +1,579 @@
+//! Endpoints: how they come to be, break and end.
+
+use super::blob::{self, Blob};
+use super::fence;
+use super::note::{self, Body, Note};
+use super::safe::{self, Closing, Endpoint, ErrorCell, Request, Rkey};
+use super::{Registered, UcxFabric};
+use crate::{Completion, EndRole, EpId, FabricError};
+use kvxfer_ucx_sys::bindings::UCS_OK;
+use std::collections::{BTreeSet, VecDeque};
+
+/// Hellos kept for endpoints that this side has not made yet.
+const MAX_PARKED: usize = 256;
+/// Bytes of the first write.
+const WARM_BYTES: usize = 8;
+
+/// A region of the peer.
+struct Remote {
+    base: u64,
+    len: u64,
+    key: usize,
+}
+
+/// The open half of a link.
+pub(super) struct End {
+    pub(super) endpoint: Endpoint,
+    keys: Vec<Rkey>,
+    remotes: Vec<Remote>,
+    /// Whether a put may still be under way, and with it the use of a key.
+    dirty: bool,
+}
+
+impl End {
+    fn remote_at(&self, region: usize) -> Option<&Remote> {
+        self.remotes.get(region)
+    }
+
+    pub(super) fn remote_len(&self, region: usize) -> Option<u64> {
+        self.remote_at(region).map(|r| r.len)
+    }
+
+    pub(super) fn remote(&self, region: usize) -> Option<(u64, &Rkey)> {
+        let remote = self.remote_at(region)?;
+        Some((remote.base, self.keys.get(remote.key)?))
+    }
+}
+
+enum State {
+    /// The first write is under way.
+    Warming(Option<Request>),
+    /// The hello is out.
+    Greeting,
+    Open,
+    Broken {
+        error: FabricError,
+        reported: bool,
+    },
+}
+
+/// An endpoint as the caller knows it.
+pub(super) struct Link {
+    role: EndRole,
+    peer: u128,
+    end: Option<End>,
+    state: State,
+    token: u64,
+    /// Unanswered flushes; those without a request are done and wait for the ones before them.
+    flushes: VecDeque<(u64, Option<Request>)>,
+}
+
+impl Link {
+    pub(super) fn transports(&self) -> Vec<String> {
+        self.end.as_ref().map(|e| e.endpoint.transports()).unwrap_or_default()
+    }
+
+    /// The end to write through, if this side may write now.
+    pub(super) fn writable(&self) -> Result<&End, FabricError> {
+        match (&self.state, &self.end) {
+            (State::Broken { error, .. }, _) => Err(error.clone()),
+            (State::Open, Some(end)) if self.role == EndRole::Active => match end.endpoint.error() {
+                Some(error) => Err(error),
+                None => Ok(end),
+            },
+            (State::Open, _) => Err(FabricError::Closed("this side is the one that is written to".into())),
+            _ => Err(FabricError::Closed("it is not connected yet".into())),
+        }
+    }
+
+    pub(super) fn posted(&mut self) {
+        if let Some(end) = &mut self.end {
+            end.dirty = true;
+        }
+    }
+
+    pub(super) fn break_with(&mut self, error: FabricError) {
+        self.posted();
+        if !matches!(self.state, State::Broken { .. }) {
+            self.state = State::Broken { error, reported: false };
+        }
+    }
+
+    /// `Some` when the answer is known at once.
+    pub(super) fn flush(&mut self, ticket: u64) -> Option<Result<(), FabricError>> {
+        if let State::Broken { error, .. } = &self.state {
+            return Some(Err(error.clone()));
+        }
+        let Some(end) = &self.end else {
+            return Some(Err(FabricError::Closed("it has been closed".into())));
+        };
+        match end.endpoint.flush() {
+            Err(error) => Some(Err(error)),
+            Ok(None) if self.flushes.is_empty() => Some(Ok(())),
+            Ok(request) => {
+                self.flushes.push_back((ticket, request));
+                None
+            }
+        }
+    }
+
+    /// Connected, and with no flush unanswered.
+    pub(super) fn is_quiet(&self) -> bool {
+        matches!(self.state, State::Open) && self.flushes.is_empty()
+    }
+
+    /// Gives up on unanswered flushes and names them.
+    pub(super) fn abandon_flushes(&mut self) -> Vec<u64> {
+        self.flushes.drain(..).map(|(ticket, _)| ticket).collect()
+    }
+
+    fn fail(&mut self, ep: EpId, error: FabricError, out: &mut Vec<Completion>) {
+        let connecting = matches!(self.state, State::Warming(_) | State::Greeting);
+        self.state = State::Broken { error: error.clone(), reported: true };
+        out.push(if connecting {
+            Completion::ConnectFailed { ep, error }
+        } else {
+            Completion::Broken { ep, error }
+        });
+    }
+
+    /// Whether something happened that has not been reported.
+    fn has_news(&self) -> bool {
+        let failed = match &self.state {
+            State::Broken { reported, .. } => return !reported,
+            State::Warming(Some(request)) if request.poll().is_some() => return true,
+            State::Warming(None) => return true,
+            _ => self.end.as_ref().is_some_and(|e| e.endpoint.error().is_some()),
+        };
+        failed || self.flushes.front().is_some_and(|(_, r)| r.as_ref().is_none_or(|r| r.poll().is_some()))
+    }
+}
+
+/// What is known of a peer for as long as it has links.
+#[derive(Default)]
+pub(super) struct Peer {
+    /// Transports that it said it writes through, and those of our own endpoints.
+    transports: BTreeSet<String>,
+    /// It can write: a hello was answered.
+    writes: bool,
+    /// Tokens of its hellos, each with the address of the endpoint of ours through which its writes come.
+    hellos: Vec<(u64, usize)>,
+    /// Why our closing its endpoints would not stop it.
+    leak: Option<&'static str>,
+}
+
+impl Peer {
+    fn verdict(&self) -> Result<(), FabricError> {
+        match self.leak {
+            Some(why) => Err(FabricError::NoFence { transport: "unknown".into(), why: why.into() }),
+            // It was never told that it may write.
+            None if !self.writes => Ok(()),
+            None => fence::verdict(&self.transports),
+        }
+    }
+}
+
+/// A hello for which there is no endpoint yet.
+pub(super) struct Parked {
+    note: Note,
+    /// The reply endpoint, only ever compared.
+    reply: usize,
+}
+
+/// An endpoint that is being closed.
+pub(super) struct Ending {
+    peer: u128,
+    closing: Closing,
+    keys: Vec<Rkey>,
+    dirty: bool,
+    flushes: Vec<(EpId, u64, Option<Request>)>,
+}
+
+impl Ending {
+    /// What must outlive the worker's last use of the endpoint.
+    pub(super) fn leftovers(self) -> (Box<ErrorCell>, Vec<Rkey>) {
+        (self.closing.into_cell(), self.keys)
+    }
+}
+
+/// A fence that waits for the peer's endpoints to be closed.
+pub(super) struct FenceJob {
+    pub(super) ep: EpId,
+    ticket: u64,
+    peer: u128,
+}
+
+impl UcxFabric {
+    pub(super) fn open_link(
+        &mut self,
+        ep: EpId,
+        role: EndRole,
+        blob: &Blob,
+        remote_lens: &[u64],
+    ) -> Result<(), FabricError> {
+        let endpoint = Endpoint::create(&self.worker, &blob::padded(&blob.address))?;
+        let mut link = Link {
+            role,
+            peer: blob.fabric,
+            end: Some(End { endpoint, keys: Vec::new(), remotes: Vec::new(), dirty: false }),
+            state: State::Open,
+            token: self.next_token,
+            flushes: VecDeque::new(),
+        };
+        self.next_token += 1;
+        self.peers.entry(blob.fabric).or_default();
+        let started = match role {
+            EndRole::Active => self.import(&mut link, blob, remote_lens).and_then(|()| self.warm(&mut link, blob)),
+            EndRole::Passive => Ok(()),
+        };
+        if let Err(error) = started {
+            self.end_link(ep, link, true);
+            return Err(error);
+        }
+        if role == EndRole::Passive {
+            self.out.push(Completion::Connected { ep, info: self.info(&link) });
+        }
+        self.links.insert(ep, link);
+        let (mine, others) =
+            std::mem::take(&mut self.parked).into_iter().partition(|p| p.note.from == blob.fabric);
+        self.parked = others;
+        for parked in mine {
+            self.hello(parked.note, parked.reply);
+        }
+        Ok(())
+    }
+
+    /// Unpacks the peer's keys and places its regions.
+    fn import(&self, link: &mut Link, blob: &Blob, remote_lens: &[u64]) -> Result<(), FabricError> {
+        let Some(end) = &mut link.end else {
+            return Ok(());
+        };
+        for mem in &blob.mems {
+            // SAFETY: the key is what the peer's fabric packed (peers are authenticated), with padding.
+            end.keys.push(unsafe { end.endpoint.unpack_rkey(&blob::padded(&mem.key))? });
+        }
+        for (region, len) in blob.regions.iter().zip(remote_lens) {
+            let key = usize::try_from(region.mem).unwrap_or(usize::MAX);
+            // Blob::decode checked that the region lies in its memory, so this neither misses nor overflows.
+            let base = blob.mems.get(key).map_or(0, |m| m.base.saturating_add(region.off));
+            end.remotes.push(Remote { base, len: region.len.min(*len), key });
+        }
+        Ok(())
+    }
+
+    /// The first write, to the peer's scratch word: makes UCX connect, and shows that it can.
+    fn warm(&mut self, link: &mut Link, blob: &Blob) -> Result<(), FabricError> {
+        let scratch = self.mems.get(self.scratch).and_then(Registered::mem);
+        let (Some(end), Some(target), Some(scratch)) = (&mut link.end, blob.mems.last(), scratch) else {
+            return Err(FabricError::Closed("there is no scratch word".into()));
+        };
+        let Some(key) = end.keys.last() else {
+            return Err(FabricError::Closed("there is no key for the scratch word".into()));
+        };
+        end.dirty = true;
+        let from = usize::try_from(scratch.addr()).unwrap_or(usize::MAX);
+        // SAFETY: our scratch memory is larger and lives as long as the fabric; the key is this endpoint's.
+        unsafe { end.endpoint.put(scratch, from, WARM_BYTES, target.base, key, &mut self.params)? };
+        link.state = State::Warming(end.endpoint.flush()?);
+        Ok(())
+    }
+
+    fn info(&self, link: &Link) -> String {
+        let names = link.transports();
+        let names = if names.is_empty() { "transports unknown".to_owned() } else { names.join(", ") };
+        format!("ucx {} over {names}", self.worker.lib().version())
+    }
+
+    /// Reads what other fabrics said.
+    pub(super) fn read_notes(&mut self) -> bool {
+        let mut any = false;
+        while let Some(note) = self.worker.take_note() {
+            any = true;
+            let reply = note.reply.addr();
+            let Some(note) = Note::decode(&note.bytes).filter(|n| n.to == self.id) else {
+                continue;
+            };
+            match &note.body {
+                Body::Hello(_) => self.hello(note, reply),
+                Body::Answer => self.answered(&note),
+                Body::Bye => self.dismissed(&note),
+            }
+        }
+        any
+    }
+
+    /// A peer has warmed its endpoint and wants to write.
+    fn hello(&mut self, note: Note, reply: usize) {
+        let known: Vec<EpId> = self
+            .links
+            .iter()
+            .filter(|(_, l)| l.peer == note.from && l.end.is_some())
+            .map(|(ep, _)| *ep)
+            .collect();
+        let passive = |l: &Link| l.role == EndRole::Passive;
+        if !known.iter().filter_map(|ep| self.links.get(ep)).any(passive) {
+            // This side has not decided to be written to (yet).
+            self.parked.retain(|p| p.note.from != note.from);
+            if self.parked.len() < MAX_PARKED {
+                self.parked.push(Parked { note, reply });
+            }
+            return;
+        }
+        let matching = known.iter().copied().find(|ep| {
+            self.links.get(ep).and_then(|l| l.end.as_ref()).is_some_and(|e| e.endpoint.raw().addr() == reply)
+        });
+        let Some(link) = matching.or(known.first().copied()).and_then(|ep| self.links.get(&ep)) else {
+            return;
+        };
+        let Some(end) = &link.end else {
+            return;
+        };
+        let peer = self.peers.entry(note.from).or_default();
+        peer.writes = true;
+        peer.hellos.push((note.token, reply));
+        match &note.body {
+            Body::Hello(names) if !names.is_empty() => peer.transports.extend(names.iter().cloned()),
+            _ => peer.leak = Some("the peer does not know which transports it writes through"),
+        }
+        peer.transports.extend(end.endpoint.transports());
+        if matching.is_none() {
+            peer.leak = Some(
+                "UCX paired the peer's endpoint with one that kvxfer does not hold, as after a connection that was \
+                 lost halfway",
+            );
+        }
+        let answer = Note { from: self.id, to: note.from, token: note.token, body: Body::Answer };
+        if let Err(error) = send(&mut self.notes_out, &end.endpoint, &answer) {
+            tracing::debug!(%error, "no answer to a hello; the peer's connect fails when its endpoint does");
+        }
+    }
+
+    /// Our hello was answered: this side may write.
+    fn answered(&mut self, note: &Note) {
+        let found = self.links.iter().find(|(_, l)| {
+            l.peer == note.from && l.token == note.token && matches!(l.state, State::Greeting)
+        });
+        let Some((ep, link)) = found else {
+            return;
+        };
+        let (ep, info) = (*ep, self.info(link));
+        if let Some(link) = self.links.get_mut(&ep) {
+            link.state = State::Open;
+            if let Some(end) = &mut link.end {
+                end.dirty = false;
+            }
+            self.out.push(Completion::Connected { ep, info });
+        }
+    }
+
+    /// The peer closed the endpoint that this link writes to.
+    fn dismissed(&mut self, note: &Note) {
+        let found = self
+            .links
+            .iter()
+            .find(|(_, l)| l.peer == note.from && l.token == note.token && l.role == EndRole::Active)
+            .map(|(ep, _)| *ep);
+        if let Some(ep) = found {
+            self.break_link(ep, FabricError::Closed("the peer has closed it".into()));
+        }
+    }
+
+    /// Closes a link's endpoint and leaves it broken.
+    fn break_link(&mut self, ep: EpId, why: FabricError) {
+        let Some(link) = self.links.get_mut(&ep) else {
+            return;
+        };
+        let (peer, flushes) = (link.peer, std::mem::take(&mut link.flushes));
+        if !matches!(link.state, State::Broken { reported: true, .. }) {
+            link.fail(ep, why, &mut self.out);
+        }
+        if let Some(end) = link.end.take() {
+            self.end_end(ep, peer, end, flushes, true);
+        }
+    }
+
+    /// Moves every link along.
+    pub(super) fn move_links(&mut self) {
+        self.notes_out.retain(|(request, _)| request.poll().is_none());
+        let lib = self.worker.lib();
+        for (ep, link) in &mut self.links {
+            let ep = *ep;
+            while let Some((ticket, request)) = link.flushes.front() {
+                let ticket = *ticket;
+                let status = match request {
+                    None => UCS_OK,
+                    Some(request) => match request.poll() {
+                        None => break,
+                        Some(status) => status,
+                    },
+                };
+                link.flushes.pop_front();
+                let result =
+                    if status == UCS_OK { Ok(()) } else { Err(safe::failed(lib, "ucp_ep_flush_nbx", status)) };
+                self.out.push(Completion::Flushed { ep, ticket, result });
+            }
+            if let State::Broken { error, reported: reported @ false } = &mut link.state {
+                *reported = true;
+                self.out.push(Completion::Broken { ep, error: error.clone() });
+            }
+            if matches!(link.state, State::Broken { .. }) {
+                continue;
+            }
+            if let Some(error) = link.end.as_ref().and_then(|e| e.endpoint.error()) {
+                link.fail(ep, error, &mut self.out);
+                continue;
+            }
+            let warmed = match &link.state {
+                State::Warming(None) => Some(UCS_OK),
+                State::Warming(Some(request)) => request.poll(),
+                _ => None,
+            };
+            match (warmed, &link.end) {
+                (Some(UCS_OK), Some(end)) => {
+                    let mut names = end.endpoint.transports();
+                    if !names.is_empty() && self.shared.tcp_puts() && names.iter().any(|n| n == "tcp") {
+                        names.push(fence::TCP_PUT.to_owned());
+                    }
+                    let hello =
+                        Note { from: self.id, to: link.peer, token: link.token, body: Body::Hello(names) };
+                    match send(&mut self.notes_out, &end.endpoint, &hello) {
+                        Ok(()) => link.state = State::Greeting,
+                        Err(error) => link.fail(ep, error, &mut self.out),
+                    }
+                }
+                (Some(status), _) => {
+                    link.fail(ep, safe::failed(lib, "ucp_ep_flush_nbx", status), &mut self.out);
+                }
+                (None, _) => {}
+            }
+        }
+    }
+
+    pub(super) fn has_finished_work(&self) -> bool {
+        self.links.values().any(Link::has_news)
+    }
+
+    /// Starts to close a link's endpoint, if it has one.
+    pub(super) fn end_link(&mut self, ep: EpId, mut link: Link, force: bool) {
+        if let Some(end) = link.end.take() {
+            self.end_end(ep, link.peer, end, link.flushes, force);
+        } else {
+            self.forget_peers();
+        }
+    }
+
+    fn end_end(
+        &mut self,
+        ep: EpId,
+        peer: u128,
+        end: End,
+        flushes: VecDeque<(u64, Option<Request>)>,
+        force: bool,
+    ) {
+        let raw = end.endpoint.raw().addr();
+        if let Some(p) = self.peers.get_mut(&peer) {
+            p.transports.extend(end.endpoint.transports());
+            let (gone, kept) = std::mem::take(&mut p.hellos).into_iter().partition(|(_, reply)| *reply == raw);
+            p.hellos = kept;
+            let gone: Vec<(u64, usize)> = gone;
+            for (token, _) in gone {
+                let bye = Note { from: self.id, to: peer, token, body: Body::Bye };
+                if let Err(error) = send(&mut self.notes_out, &end.endpoint, &bye) {
+                    tracing::debug!(%error, "the peer is not told that its endpoint was closed");
+                }
+            }
+        }
+        let flushes = flushes.into_iter().map(|(ticket, request)| (ep, ticket, request)).collect();
+        self.endings.push(Ending {
+            peer,
+            closing: end.endpoint.close(force),
+            keys: end.keys,
+            dirty: end.dirty,
+            flushes,
+        });
+    }
+
+    /// Closes every endpoint towards the peer of `ep`: UCX may have paired its writes with any of them.
+    pub(super) fn start_fence(&mut self, ep: EpId, ticket: u64) -> Result<(), FabricError> {
+        let link = self.links.remove(&ep).ok_or(FabricError::NoEndpoint(ep.0))?;
+        let peer = link.peer;
+        self.end_link(ep, link, true);
+        let siblings: Vec<EpId> =
+            self.links.iter().filter(|(_, l)| l.peer == peer && l.end.is_some()).map(|(ep, _)| *ep).collect();
+        for sibling in siblings {
+            self.break_link(sibling, FabricError::Closed(format!("endpoint {} to the same peer was fenced", ep.0)));
+        }
+        self.parked.retain(|p| p.note.from != peer);
+        self.fences.push(FenceJob { ep, ticket, peer });
+        Ok(())
+    }
+
+    /// Moves what is being closed along, and answers fences.
+    pub(super) fn move_endings(&mut self) {
+        let lib = self.worker.lib();
+        let mut still = Vec::with_capacity(self.endings.len());
+        for mut ending in std::mem::take(&mut self.endings) {
+            let out = &mut self.out;
+            ending.flushes.retain(|(ep, ticket, request)| {
+                let status = request.as_ref().map_or(Some(UCS_OK), Request::poll);
+                let Some(status) = status else {
+                    return true;
+                };
+                let result =
+                    if status == UCS_OK { Ok(()) } else { Err(safe::failed(lib, "ucp_ep_flush_nbx", status)) };
+                out.push(Completion::Flushed { ep: *ep, ticket: *ticket, result });
+                false
+            });
+            let Some(result) = ending.closing.poll() else {
+                still.push(ending);
+                continue;
+            };
+            for (ep, ticket, _) in ending.flushes.drain(..) {
+                let result = Err(FabricError::Closed("it was closed under the flush".into()));
+                self.out.push(Completion::Flushed { ep, ticket, result });
+            }
+            if let Err(error) = result {
+                tracing::warn!(%error, "an endpoint could not be closed");
+                self.peers.entry(ending.peer).or_default().leak = Some("UCX refused to close the endpoint");
+            }
+            let dirty = ending.dirty;
+            let (cell, keys) = ending.leftovers();
+            if dirty {
+                self.old_keys.extend(keys);
+            }
+            drop(cell);
+        }
+        self.endings = still;
+        let (open, done): (Vec<FenceJob>, Vec<FenceJob>) = std::mem::take(&mut self.fences)
+            .into_iter()
+            .partition(|job| self.endings.iter().any(|e| e.peer == job.peer));
+        self.fences = open;
+        for job in done {
+            let result = self.peers.get(&job.peer).map_or(Ok(()), Peer::verdict);
+            self.out.push(Completion::Fenced { ep: job.ep, ticket: job.ticket, result });
+        }
+        self.forget_peers();
+    }
+
+    /// Forgets peers that have no endpoint, none that is being closed, and no fence.
+    fn forget_peers(&mut self) {
+        if self.peers.is_empty() {
+            return;
+        }
+        let (links, endings, fences) = (&self.links, &self.endings, &self.fences);
+        self.peers.retain(|id, _| {
+            links.values().any(|l| l.peer == *id)
+                || endings.iter().any(|e| e.peer == *id)
+                || fences.iter().any(|f| f.peer == *id)
+        });
+    }
+}
+
+fn send(out: &mut Vec<(Request, Vec<u8>)>, endpoint: &Endpoint, note: &Note) -> Result<(), FabricError> {
+    let bytes = note.encode();
+    // SAFETY: the bytes are kept beside the request until it is done; moving the vector does not move them.
+    if let Some(request) = unsafe { endpoint.note(note::ID, &bytes)? } {
+        out.push((request, bytes));
+    }
+    Ok(())
+}

@@ -1,0 +1,282 @@
+//! Exactly-once, in-order delivery of messages between two incarnations, across any number of sessions.
+//!
+//! A session is a TCP connection, and a connection can die with messages in it. Every message that changes a
+//! room's fate is therefore numbered; it stays in the sender's outbox until it is acknowledged, and a new session
+//! starts by saying how far each side had got. The machines above never see a loss, a repeat or a swap: a cancel
+//! cannot overtake the grant that it voids.
+
+use crate::error::{Reason, ReasonKind};
+use crate::msg::Msg;
+use std::collections::VecDeque;
+
+/// Unacknowledged messages a link may hold before the peer counts as lost.
+pub const OUTBOX_LIMIT: usize = 1 << 20;
+
+/// Received messages after which an acknowledgement is due at once.
+const ACK_EVERY: u64 = 16;
+
+/// What a received link number means.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Arrival {
+    /// The next one: handle it.
+    Fresh,
+    /// Seen before: drop it.
+    Duplicate,
+}
+
+/// How a session continues.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Resume {
+    /// Where the last one stopped.
+    Resumed,
+    /// The peer fenced us and started afresh: all that both knew of each other is void.
+    PeerStartedAfresh,
+}
+
+/// One direction pair of numbered messages with one peer incarnation.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Link {
+    /// Times this link was started afresh; both sides take the higher one.
+    generation: u64,
+    /// Highest number ever enqueued.
+    enqueued: u64,
+    /// Highest number that the peer has acknowledged.
+    acked: u64,
+    /// Highest number handed to the present session.
+    handed: u64,
+    /// Highest number ever handed to any session.
+    ever_handed: u64,
+    /// Messages `acked+1 ..= enqueued`; `None` was withdrawn before it was ever sent.
+    outbox: VecDeque<Option<Msg>>,
+    /// Highest number received in order.
+    received: u64,
+    /// Highest number that we acknowledged in this session.
+    ack_sent: u64,
+}
+
+impl Link {
+    /// Highest number received in order; goes into `Describe`.
+    #[must_use]
+    pub fn received(&self) -> u64 {
+        self.received
+    }
+
+    /// How often this link was started afresh; goes into `Describe`.
+    #[must_use]
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Whether every message has been acknowledged.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.outbox.iter().all(Option::is_none)
+    }
+
+    /// Queues a message and returns its number.
+    ///
+    /// # Errors
+    /// When the peer has left [`OUTBOX_LIMIT`] messages unacknowledged.
+    pub fn enqueue(&mut self, msg: Msg) -> Result<u64, Reason> {
+        if self.outbox.len() >= OUTBOX_LIMIT {
+            return Err(Reason::new(
+                ReasonKind::PeerLost,
+                format!("the peer has left {OUTBOX_LIMIT} control messages unacknowledged"),
+            ));
+        }
+        self.enqueued += 1;
+        self.outbox.push_back(Some(msg));
+        Ok(self.enqueued)
+    }
+
+    /// Whether no session has carried this message yet: the peer cannot know it.
+    #[must_use]
+    pub fn is_unheard(&self, number: u64) -> bool {
+        number > self.ever_handed && number <= self.enqueued
+    }
+
+    /// Withdraws a message that no session has carried yet. Returns whether it did: then the peer can never see it.
+    pub fn withdraw(&mut self, number: u64) -> bool {
+        if !self.is_unheard(number) {
+            return false;
+        }
+        let Some(index) = number.checked_sub(self.acked + 1).and_then(|i| usize::try_from(i).ok()) else {
+            return false;
+        };
+        match self.outbox.get_mut(index) {
+            Some(slot) => slot.take().is_some(),
+            None => false,
+        }
+    }
+
+    /// The next message for the present session.
+    pub fn poll(&mut self) -> Option<(u64, Msg)> {
+        while self.handed < self.enqueued {
+            let index = usize::try_from(self.handed.checked_sub(self.acked)?).ok()?;
+            self.handed += 1;
+            self.ever_handed = self.ever_handed.max(self.handed);
+            // A withdrawn message leaves a hole; the peer is told so by an empty acknowledged number, so that
+            // numbers stay gapless on the wire.
+            let msg = self.outbox.get(index)?.clone().unwrap_or(Msg::Ack(self.received));
+            return Some((self.handed, msg));
+        }
+        None
+    }
+
+    /// A new session begins. `peer_received` and `peer_generation` are what the peer said in its `Describe`.
+    ///
+    /// With [`Resume::PeerStartedAfresh`] nothing has changed here: the caller has to fail its rooms with that
+    /// peer, fence it, and then [`Link::restart`] in the peer's generation.
+    ///
+    /// # Errors
+    /// When the peer claims to have received what was never sent.
+    pub fn session_up(&mut self, peer_received: u64, peer_generation: u64) -> Result<Resume, Reason> {
+        if peer_generation > self.generation {
+            return Ok(Resume::PeerStartedAfresh);
+        }
+        let resume_at = if peer_generation < self.generation { 0 } else { peer_received };
+        if resume_at > self.enqueued || resume_at < self.acked {
+            return Err(Reason::new(
+                ReasonKind::ProtocolError,
+                format!(
+                    "the peer says that it received message {resume_at}, but messages {} to {} are outstanding",
+                    self.acked + 1,
+                    self.enqueued
+                ),
+            ));
+        }
+        self.drop_until(resume_at);
+        self.handed = resume_at;
+        self.ack_sent = self.received;
+        Ok(Resume::Resumed)
+    }
+
+    /// Starts afresh in this generation, after a fence: a later session must not resume what was before.
+    pub fn restart(&mut self, generation: u64) {
+        *self = Self { generation: self.generation.max(generation), ..Self::default() };
+    }
+
+    /// Messages that no acknowledgement covers, oldest first.
+    pub fn pending(&self) -> impl Iterator<Item = &Msg> {
+        self.outbox.iter().flatten()
+    }
+
+    /// The peer has everything up to `number`.
+    ///
+    /// # Errors
+    /// When that was never sent.
+    pub fn handle_ack(&mut self, number: u64) -> Result<(), Reason> {
+        if number > self.handed {
+            return Err(Reason::new(
+                ReasonKind::ProtocolError,
+                format!("the peer acknowledged message {number}, but only {} were sent", self.handed),
+            ));
+        }
+        self.drop_until(number);
+        Ok(())
+    }
+
+    fn drop_until(&mut self, number: u64) {
+        while self.acked < number {
+            self.acked += 1;
+            self.outbox.pop_front();
+        }
+    }
+
+    /// A numbered message came.
+    ///
+    /// # Errors
+    /// On a gap, which TCP and a correct peer cannot make.
+    pub fn handle_number(&mut self, number: u64) -> Result<Arrival, Reason> {
+        if number <= self.received {
+            return Ok(Arrival::Duplicate);
+        }
+        if number != self.received + 1 {
+            return Err(Reason::new(
+                ReasonKind::ProtocolError,
+                format!("message {number} came after message {}", self.received),
+            ));
+        }
+        self.received = number;
+        Ok(Arrival::Fresh)
+    }
+
+    /// An acknowledgement to send now: one is due after [`ACK_EVERY`] messages, or whenever `flush` asks for it.
+    pub fn poll_ack(&mut self, flush: bool) -> Option<u64> {
+        let behind = self.received - self.ack_sent;
+        if behind >= ACK_EVERY || (flush && behind > 0) {
+            self.ack_sent = self.received;
+            return Some(self.received);
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn withdrawn_message_never_leaves_and_leaves_no_gap() {
+        let mut link = Link::default();
+        let a = link.enqueue(Msg::Ping(1)).unwrap();
+        let b = link.enqueue(Msg::Ping(2)).unwrap();
+        assert!(link.withdraw(a));
+        assert!(!link.withdraw(a));
+        assert_eq!(link.poll(), Some((1, Msg::Ack(0))));
+        assert_eq!(link.poll(), Some((2, Msg::Ping(2))));
+        assert!(!link.withdraw(b), "a message that a session carried may have arrived");
+    }
+
+    #[test]
+    fn wrong_acknowledgements_are_refused() {
+        let mut link = Link::default();
+        link.enqueue(Msg::Ping(1)).unwrap();
+        assert!(link.handle_ack(1).is_err(), "nothing was handed to a session yet");
+        link.poll();
+        link.handle_ack(1).unwrap();
+        assert!(link.session_up(7, 0).is_err());
+        assert!(link.session_up(0, 0).is_err(), "the peer forgot what it had acknowledged");
+    }
+
+    #[test]
+    fn a_peer_that_started_afresh_voids_the_link() {
+        let mut link = Link::default();
+        link.enqueue(Msg::Ping(1)).unwrap();
+        assert_eq!(link.session_up(0, 3).unwrap(), Resume::PeerStartedAfresh);
+        assert!(!link.is_idle(), "void only once the caller has fenced");
+        link.restart(3);
+        assert!(link.is_idle());
+        assert_eq!(link.generation(), 3);
+    }
+
+    proptest! {
+        /// Whatever prefix of each session's bytes arrives, every message arrives once and in order.
+        #[test]
+        fn exactly_once_in_order_over_any_sessions(
+            sessions in proptest::collection::vec((0usize..20, 0usize..30, any::<bool>()), 1..12)
+        ) {
+            let (mut a, mut b) = (Link::default(), Link::default());
+            let mut next = 0u64;
+            let mut got = Vec::new();
+            let run = |a: &mut Link, b: &mut Link, got: &mut Vec<u64>, arrive: usize, ack: bool| {
+                a.session_up(b.received(), b.generation()).unwrap();
+                let mut wire = Vec::new();
+                while let Some(m) = a.poll() { wire.push(m); }
+                for (n, msg) in wire.into_iter().take(arrive) {
+                    if b.handle_number(n).unwrap() == Arrival::Fresh {
+                        if let Msg::Ping(p) = msg { got.push(p); }
+                    }
+                    if ack && let Some(n) = b.poll_ack(false) { a.handle_ack(n).unwrap(); }
+                }
+            };
+            for (send, arrive, ack) in sessions {
+                for _ in 0..send { a.enqueue(Msg::Ping(next)).unwrap(); next += 1; }
+                run(&mut a, &mut b, &mut got, arrive, ack);
+            }
+            run(&mut a, &mut b, &mut got, usize::MAX, true);
+            prop_assert_eq!(got, (0..next).collect::<Vec<_>>());
+        }
+    }
+}

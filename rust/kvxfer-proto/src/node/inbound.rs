@@ -1,0 +1,535 @@
+//! Rooms that this side expects (decode): grants out, coverage in, pages back under the contract.
+
+use super::coverage::{CoverError, Coverage};
+use super::parts::Progress;
+use super::sources::SourceRank;
+use super::types::{Delivery, DeliveryEnd, DeliveryId, Event, EventKind, Expect, Mover, Source, Stage};
+use super::{Action, DeliveryFor, Node, PeerKey, Timer, patience};
+use crate::error::{Reason, ReasonKind};
+use crate::ids::{PushId, Room, Seq, Time};
+use crate::msg::{Cancel, Copied, Done, Drained, Finished, Grant, Msg, Owed, Ready, Retract, Verify};
+use crate::plan::Request;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// What one prefill rank was granted.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+struct InGrant {
+    seq: Seq,
+    /// Link number of the grant message.
+    number: u64,
+    /// Position of the rank in its source.
+    rank: usize,
+    /// `None` for a null grant.
+    owed: Option<Owed>,
+    coverage: Coverage,
+    /// Copies under way (receiver copies), by the source's push.
+    copies: BTreeMap<PushId, DeliveryId>,
+    /// Everything came, and the rank said that it was all.
+    complete: bool,
+    /// No write of this rank for this room can land any more.
+    over: bool,
+    meta: Option<Arc<[u8]>>,
+}
+
+/// A room that waits for its pages to be filled.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub(super) struct Inbound {
+    pub(super) pages: Vec<Arc<[u32]>>,
+    tokens: (u64, u64),
+    source: Source,
+    verify: Verify,
+    grants: BTreeMap<PeerKey, InGrant>,
+    progress: Progress,
+    /// Set once the terminal event is out.
+    failure: Option<Reason>,
+}
+
+impl Inbound {
+    pub(super) fn depends_on(&self, key: PeerKey) -> bool {
+        self.grants.get(&key).is_some_and(|g| g.owed.is_some() && !g.over)
+    }
+
+    /// Peers whose answer is missing.
+    pub(super) fn holders(&self) -> Vec<PeerKey> {
+        self.grants.iter().filter(|(_, g)| g.owed.is_some() && !g.over).map(|(k, _)| *k).collect()
+    }
+
+    fn page_count(&self) -> u64 {
+        self.pages.iter().map(|l| l.len() as u64).sum()
+    }
+
+    fn is_over(&self) -> bool {
+        self.grants.values().all(|g| g.owed.is_none() || g.over)
+    }
+
+    fn is_complete(&self) -> bool {
+        !self.grants.is_empty() && self.grants.values().all(|g| g.owed.is_none() || g.complete)
+    }
+}
+
+impl Node {
+    /// Decode expects a room: its pages are granted to the ranks of its source.
+    pub fn handle_expect(&mut self, now: Time, e: Expect) {
+        let room = e.room;
+        if let Err(reason) = self.admit(&e) {
+            self.count_failure(&reason);
+            self.emit(room, EventKind::Failed(reason), true, super::RoomStats::default());
+            return;
+        }
+        let progress = Progress::new(
+            now,
+            patience(e.bootstrap_timeout, self.cfg.bootstrap_timeout),
+            patience(e.waiting_timeout, self.cfg.waiting_timeout),
+        );
+        self.set_timer(progress.patience.at, Timer::Inbound(room));
+        self.inbound.insert(
+            room,
+            Inbound {
+                pages: e.pages,
+                tokens: e.tokens,
+                source: e.source.clone(),
+                verify: e.verify,
+                grants: BTreeMap::new(),
+                progress,
+                failure: None,
+            },
+        );
+        self.resolve_room(now, room, &e.source);
+    }
+
+    fn admit(&mut self, e: &Expect) -> Result<(), Reason> {
+        let room = e.room;
+        if self.closing {
+            return Err(Reason::new(ReasonKind::Closed, "the agent was closed"));
+        }
+        if let Some(reason) = self.quarantine_full() {
+            return Err(reason);
+        }
+        if self.inbound.contains_key(&room) || self.outbound.contains_key(&room) {
+            return Err(Reason::new(ReasonKind::RoomInUse, format!("room {room} is in use on this agent")));
+        }
+        if let Some(tomb) = self.tombs.get_mut(room) {
+            tomb.told = true;
+            return Err(tomb.reason.clone());
+        }
+        for (g, (layout, list)) in self.side.groups.iter().zip(&e.pages).enumerate() {
+            let size = u64::from(layout.page_tokens);
+            let need = (e.tokens.0 % size + (e.tokens.1.saturating_sub(e.tokens.0))).div_ceil(size);
+            if e.tokens.1 > e.tokens.0 && (list.len() as u64) < need {
+                return Err(Reason::new(
+                    ReasonKind::PageError,
+                    format!(
+                        "room {room}: tokens {} to {} need {need} pages of {size} tokens in group {g}, but {} were given",
+                        e.tokens.0,
+                        e.tokens.1,
+                        list.len()
+                    ),
+                ));
+            }
+        }
+        self.book.grant(room, &e.pages)
+    }
+
+    /// One grant for every rank: a real one for each that owes something, a null grant for the others.
+    pub(super) fn make_grants(&mut self, now: Time, room: Room, ranks: &[SourceRank]) {
+        if let Some(reason) =
+            ranks.iter().find_map(|r| self.peers.get(&r.key).and_then(super::peer::Peer::unusable))
+        {
+            self.fail_inbound(now, room, reason);
+            return;
+        }
+        let own_ranks = self.side.shard.tp_size.saturating_mul(self.side.shard.pp_size);
+        let Some(r) = self.inbound.get(&room) else { return };
+        let (tokens, pages, verify) = (r.tokens, r.pages.clone(), r.verify);
+        let deadline_us =
+            u64::try_from((r.progress.patience.bootstrap + r.progress.patience.waiting).as_micros()).unwrap_or(u64::MAX);
+        let mut grants = BTreeMap::new();
+        for (rank, source_rank) in ranks.iter().enumerate() {
+            let key = source_rank.key;
+            let owed = source_rank.owes.map(|layers| Owed { layers, tokens });
+            let seq = self.peers.entry(key).or_default().next_seq();
+            let grant = Grant {
+                room,
+                seq,
+                tokens,
+                owed: owed.clone(),
+                pages: if owed.is_some() { pages.clone() } else { Vec::new() },
+                ranks: own_ranks,
+                verify,
+                deadline_us,
+                credits: 0,
+            };
+            let number = self.queue(now, key, Msg::Grant(grant));
+            grants.insert(
+                key,
+                InGrant {
+                    seq,
+                    number,
+                    rank,
+                    owed,
+                    coverage: Coverage::default(),
+                    copies: BTreeMap::new(),
+                    complete: false,
+                    over: false,
+                    meta: None,
+                },
+            );
+        }
+        if let Some(r) = self.inbound.get_mut(&room) {
+            r.grants = grants;
+        }
+        self.inbound_contact(now, room);
+    }
+
+    /// Goes from `Bootstrapping` to `Waiting` once every rank that owes something is in contact.
+    fn inbound_contact(&mut self, now: Time, room: Room) {
+        let Some(r) = self.inbound.get_mut(&room) else { return };
+        let contact = !r.grants.is_empty()
+            && r.grants
+                .iter()
+                .filter(|(_, g)| g.owed.is_some())
+                .all(|(key, _)| self.peers.get(key).is_some_and(|p| p.attached.is_some()));
+        if contact && r.failure.is_none() {
+            self.inbound_stage(now, room, Stage::Waiting);
+        }
+    }
+
+    fn inbound_stage(&mut self, now: Time, room: Room, stage: Stage) {
+        if let Some(r) = self.inbound.get_mut(&room) {
+            if r.progress.advance(now, stage) {
+                self.actions.push_back(Action::Stage(room, stage));
+            }
+            r.progress.touch(now);
+            let at = r.progress.patience.at;
+            self.set_timer(at, Timer::Inbound(room));
+        }
+    }
+
+    pub(super) fn inbound_attached(&mut self, now: Time, key: PeerKey) {
+        for room in self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>() {
+            self.inbound_contact(now, room);
+        }
+    }
+
+    pub(super) fn inbound_timer(&mut self, now: Time, room: Room) {
+        let Some(r) = self.inbound.get(&room) else { return };
+        if r.failure.is_some() {
+            return;
+        }
+        let at = r.progress.patience.at;
+        if now < at {
+            self.set_timer(at, Timer::Inbound(room));
+            return;
+        }
+        let p = r.progress.patience;
+        let reason = if r.progress.stage == Stage::Bootstrapping {
+            let missing: Vec<String> = r
+                .grants
+                .keys()
+                .filter(|k| self.peers.get(k).is_none_or(|p| p.attached.is_none()))
+                .map(|k| self.peer_name(*k))
+                .collect();
+            let whom = if missing.is_empty() { "its directory".to_owned() } else { missing.join(", ") };
+            format!("room {room}: no contact with {} ({whom}) within {} s", r.source.address, p.bootstrap.as_secs_f64())
+        } else {
+            let late: Vec<String> =
+                r.grants.iter().filter(|(_, g)| g.owed.is_some() && !g.complete).map(|(k, _)| self.peer_name(*k)).collect();
+            format!("room {room}: nothing came from {} for {} s", late.join(", "), p.waiting.as_secs_f64())
+        };
+        self.fail_inbound(now, room, Reason::new(ReasonKind::TransferTimeout, reason));
+    }
+
+    /// The grant that a message names, if it still stands.
+    fn live_grant(&mut self, room: Room, key: PeerKey, seq: Seq) -> Option<(&mut InGrant, bool)> {
+        match self.inbound.get_mut(&room) {
+            Some(r) if r.grants.get(&key).is_some_and(|g| g.seq == seq && g.owed.is_some()) => {
+                let failed = r.failure.is_some();
+                r.grants.get_mut(&key).map(|g| (g, failed))
+            }
+            _ => {
+                self.counters.stale_refused += 1;
+                None
+            }
+        }
+    }
+
+    /// Receiver copies: a push's pages can be read.
+    pub(super) fn ready_arrived(&mut self, now: Time, key: PeerKey, m: Ready) -> Result<(), Reason> {
+        if self.peers.get(&key).and_then(|p| p.attached) != Some(Mover::Receiver) {
+            return Err(Reason::new(ReasonKind::ProtocolError, "Ready on a fabric on which the sender writes"));
+        }
+        let Some((grant, failed)) = self.live_grant(m.room, key, m.seq) else { return Ok(()) };
+        if failed || grant.copies.contains_key(&m.push) {
+            return Ok(());
+        }
+        let inside = grant.owed.as_ref().is_some_and(|o| super::intersect(o, &m.span).as_ref() == Some(&m.span));
+        if !inside {
+            let text = format!("room {}: push {} offers {:?}, which was not granted", m.room, m.push.0, m.span);
+            self.fail_inbound(now, m.room, Reason::new(ReasonKind::ProtocolError, text));
+            return Ok(());
+        }
+        let id = self.next_delivery(DeliveryFor::Inbound(m.room, key, m.push));
+        if let Some(r) = self.inbound.get_mut(&m.room)
+            && let Some(g) = r.grants.get_mut(&key)
+        {
+            g.copies.insert(m.push, id);
+            self.actions.push_back(Action::Deliver(Delivery {
+                id,
+                peer: key,
+                room: m.room,
+                push: m.push,
+                request: Request {
+                    src_pages: m.pages,
+                    src_start: m.pages_start,
+                    dst_pages: r.pages.clone(),
+                    dst_start: r.tokens.0,
+                    tokens: m.span.tokens.0..m.span.tokens.1,
+                    layers: m.span.layers.0..m.span.layers.1,
+                },
+            }));
+        }
+        self.inbound_stage(now, m.room, Stage::Transferring);
+        Ok(())
+    }
+
+    pub(super) fn inbound_delivery(&mut self, now: Time, room: Room, key: PeerKey, push: PushId, end: DeliveryEnd) {
+        let Some(r) = self.inbound.get_mut(&room) else { return };
+        let failed = r.failure.is_some();
+        let Some(g) = r.grants.get_mut(&key) else { return };
+        // A retracted push is no longer in the list: its copy counts for nothing.
+        let stands = g.copies.remove(&push).is_some();
+        let seq = g.seq;
+        if failed {
+            if self.peers.get(&key).and_then(|p| p.attached) == Some(Mover::Receiver) && g.copies.is_empty() {
+                g.over = true;
+            }
+            self.maybe_release_inbound(room);
+            return;
+        }
+        if !stands {
+            return;
+        }
+        match end {
+            DeliveryEnd::Complete { bytes, writes } => {
+                r.progress.count(bytes, writes);
+                self.queue(now, key, Msg::Copied(Copied { room, seq, push, error: None }));
+                self.inbound_stage(now, room, Stage::Transferring);
+            }
+            DeliveryEnd::Aborted => {
+                let reason = Reason::new(ReasonKind::FabricError, format!("room {room}: the copy of push {} was stopped", push.0));
+                self.fail_inbound(now, room, reason);
+            }
+            DeliveryEnd::Failed(reason) => {
+                self.queue(now, key, Msg::Copied(Copied { room, seq, push, error: Some(reason.clone()) }));
+                self.fail_inbound(now, room, reason);
+            }
+        }
+    }
+
+    pub(super) fn retract_arrived(&mut self, key: PeerKey, m: &Retract) {
+        let Some((g, failed)) = self.live_grant(m.room, key, m.seq) else { return };
+        if failed {
+            return;
+        }
+        let copy = g.copies.remove(&m.push);
+        g.coverage.retract(m.push);
+        // What the source had called complete is not; it says so again after the next push.
+        g.complete = false;
+        g.over = false;
+        g.meta = None;
+        if let Some(id) = copy {
+            self.actions.push_back(Action::Abort(id));
+        }
+    }
+
+    pub(super) fn done_arrived(&mut self, now: Time, key: PeerKey, m: Done) {
+        let room = m.room;
+        let Some((g, failed)) = self.live_grant(room, key, m.seq) else { return };
+        if failed {
+            return;
+        }
+        let Some(owed) = g.owed.clone() else { return };
+        let taken = g.coverage.add(&owed, m.push, &m.span);
+        let complete = m.last && g.coverage.covers(&owed);
+        let delivered = g.coverage.area();
+        if let Err(why) = taken {
+            let text = match why {
+                CoverError::Outside => format!("push {} delivered {:?}, which was not granted", m.push.0, m.span),
+                CoverError::Twice(p, span) => {
+                    format!("push {} delivered {:?} again: push {} had delivered {span:?}", m.push.0, m.span, p.0)
+                }
+            };
+            let reason = Reason::new(ReasonKind::TokensMismatch, format!("room {room}: {text}"));
+            self.fail_inbound(now, room, reason);
+            return;
+        }
+        if complete {
+            g.complete = true;
+            g.over = true;
+            g.meta = m.meta;
+        }
+        let Some(r) = self.inbound.get_mut(&room) else { return };
+        if self.peers.get(&key).and_then(|p| p.attached) == Some(Mover::Sender) {
+            r.progress.count(m.bytes, m.writes);
+        }
+        let (want, name) = (r.tokens.1, self.peer_name(key));
+        self.inbound_stage(now, room, Stage::Transferring);
+        if m.last && m.end_token != want {
+            let text = format!(
+                "room {room}: decode expects tokens up to {want}, but {name} pushed tokens up to {}: give both sides the same end",
+                m.end_token
+            );
+            self.fail_inbound(now, room, Reason::new(ReasonKind::TokensMismatch, text));
+        } else if m.last && !complete {
+            let text = format!(
+                "room {room}: {name} made its last push, but delivered only {delivered} of {} (layer, token) pairs that it owes: {owed:?}",
+                super::area(&owed)
+            );
+            self.fail_inbound(now, room, Reason::new(ReasonKind::TokensMismatch, text));
+        } else if self.inbound.get(&room).is_some_and(Inbound::is_complete) {
+            self.succeed_inbound(now, room);
+        }
+    }
+
+    fn succeed_inbound(&mut self, now: Time, room: Room) {
+        let Some(mut r) = self.inbound.remove(&room) else { return };
+        r.progress.advance(now, Stage::Success);
+        self.book.release(&r.pages);
+        self.counters.succeeded += 1;
+        for (key, g) in &r.grants {
+            if g.owed.is_some() {
+                self.queue(now, *key, Msg::Finished(Finished { room, seq: g.seq, error: None }));
+            }
+        }
+        let mut by_rank: Vec<_> = r.grants.into_values().collect();
+        by_rank.sort_by_key(|g| g.rank);
+        let meta = by_rank.into_iter().find_map(|g| g.meta);
+        self.actions.push_back(Action::Stage(room, Stage::Success));
+        self.actions.push_back(Action::Event(Event {
+            room,
+            kind: EventKind::Success,
+            released: true,
+            meta,
+            stats: r.progress.stats(),
+        }));
+    }
+
+    /// The source says that nothing of the room lands any more: the answer to a cancel, or word that it failed there.
+    pub(super) fn drained_arrived(&mut self, now: Time, key: PeerKey, m: Drained) {
+        let Some(r) = self.inbound.get_mut(&m.room) else {
+            return;
+        };
+        let Some(g) = r.grants.get_mut(&key) else { return };
+        if m.seq < g.seq {
+            self.counters.stale_refused += 1;
+            return;
+        }
+        // A copy of ours may still run; it is over when that has stopped.
+        g.over = g.copies.is_empty();
+        if r.failure.is_none() {
+            self.fail_inbound(now, m.room, m.reason);
+        } else {
+            self.maybe_release_inbound(m.room);
+        }
+    }
+
+    /// Fails a room: the caller learns it now, and its pages come back when every rank has answered.
+    pub(super) fn fail_inbound(&mut self, now: Time, room: Room, reason: Reason) {
+        let Some(r) = self.inbound.get_mut(&room) else { return };
+        if r.failure.is_some() {
+            return;
+        }
+        r.failure = Some(reason.clone());
+        r.progress.advance(now, Stage::Failed);
+        let source = r.source.clone();
+        let mut orders = Vec::new();
+        for (key, g) in &mut r.grants {
+            let peer = self.peers.get_mut(key);
+            let receiver_copies = peer.as_ref().is_some_and(|p| p.attached == Some(Mover::Receiver));
+            let unheard = peer.is_some_and(|p| p.link.withdraw(g.number));
+            self.actions.extend(g.copies.values().map(|id| Action::Abort(*id)));
+            if g.owed.is_some() && (unheard || (receiver_copies && g.copies.is_empty())) {
+                // Either no session ever carried the grant, or only our own thread writes, and it has stopped.
+                g.over = true;
+            }
+            orders.push((*key, g.seq));
+        }
+        self.count_failure(&reason);
+        self.unresolve_room(room, &source, &reason);
+        for (key, seq) in orders {
+            if self.peers.get(&key).is_some_and(|p| p.unusable().is_none()) {
+                self.queue(now, key, Msg::Cancel(Cancel { room, upto: seq, reason: reason.clone() }));
+            }
+        }
+        let Some(r) = self.inbound.get(&room) else { return };
+        let (released, stats, pages) = (r.is_over(), r.progress.stats(), r.page_count());
+        self.actions.push_back(Action::Stage(room, Stage::Failed));
+        self.emit(room, EventKind::Failed(reason.clone()), released, stats);
+        self.tombs.put(self.cfg.tombstones, room, reason, true);
+        if released {
+            self.drop_inbound(room);
+        } else {
+            self.quarantined += pages;
+        }
+    }
+
+    fn maybe_release_inbound(&mut self, room: Room) {
+        let Some(r) = self.inbound.get(&room) else { return };
+        if r.failure.is_some() && r.is_over() {
+            let (stats, pages) = (r.progress.stats(), r.page_count());
+            self.quarantined = self.quarantined.saturating_sub(pages);
+            self.emit(room, EventKind::Released, true, stats);
+            self.drop_inbound(room);
+        }
+    }
+
+    fn drop_inbound(&mut self, room: Room) {
+        if let Some(r) = self.inbound.remove(&room) {
+            self.book.release(&r.pages);
+        }
+    }
+
+    /// The fence of a peer is complete, or its process is dead: nothing it was granted can be written any more.
+    pub(super) fn inbound_fenced(&mut self, now: Time, key: PeerKey) {
+        for room in self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>() {
+            let name = self.peer_name(key);
+            if let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key)) {
+                g.over = true;
+            }
+            let reason = Reason::new(ReasonKind::PeerLost, format!("room {room}: peer {name} was fenced"));
+            self.fail_inbound(now, room, reason);
+            self.maybe_release_inbound(room);
+        }
+    }
+
+    /// Rooms of which the peer never heard are expected of whoever answers in its place.
+    pub(super) fn retry_unheard_rooms(&mut self, now: Time, key: PeerKey) {
+        let rooms: Vec<Room> = self
+            .inbound
+            .iter()
+            .filter(|(_, r)| r.failure.is_none() && r.grants.contains_key(&key))
+            .map(|(room, _)| *room)
+            .collect();
+        for room in rooms {
+            let Some(r) = self.inbound.get(&room) else { continue };
+            let source = r.source.clone();
+            // All of the room's grants or none: a rank that has one would refuse a second.
+            let unheard = r
+                .grants
+                .iter()
+                .all(|(k, g)| self.peers.get(k).is_some_and(|p| p.link.is_unheard(g.number)));
+            if !unheard {
+                continue;
+            }
+            if let Some(r) = self.inbound.get_mut(&room) {
+                for (k, g) in std::mem::take(&mut r.grants) {
+                    if let Some(p) = self.peers.get_mut(&k) {
+                        p.link.withdraw(g.number);
+                    }
+                }
+            }
+            self.resolve_room(now, room, &source);
+        }
+    }
+}

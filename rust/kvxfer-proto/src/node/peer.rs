@@ -1,0 +1,386 @@
+//! Peers: sessions, liveness, fences.
+
+use super::types::Mover;
+use super::{Action, DeliveryFor, Direction, Node, PeerKey, SessionUp, Timer};
+use crate::error::{Reason, ReasonKind};
+use crate::ids::{Room, Seq, SessionNo, Time};
+use crate::link::{Link, Resume};
+use crate::msg::Msg;
+
+/// Where a fence stands.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+pub(super) enum Fence {
+    /// None is needed.
+    #[default]
+    Open,
+    /// Under way; then the link starts afresh in this generation.
+    Running { generation: u64 },
+    /// This transport cannot promise it: only the death of the peer's process or the operator ends the quarantine.
+    Impossible { generation: u64, reason: Reason },
+}
+
+/// One peer incarnation, in one direction.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+pub(super) struct Peer {
+    pub(super) link: Link,
+    pub(super) session: Option<SessionNo>,
+    pub(super) last_session: SessionNo,
+    pub(super) attached: Option<Mover>,
+    pub(super) name: String,
+    pub(super) last_heard: Time,
+    /// Since when there is no session, if there was one before.
+    pub(super) lost_since: Option<Time>,
+    pub(super) fence: Fence,
+    pub(super) dead: bool,
+    next_seq: u64,
+    timer_set: bool,
+}
+
+impl Peer {
+    pub(super) fn next_seq(&mut self) -> Seq {
+        self.next_seq += 1;
+        Seq(self.next_seq)
+    }
+
+    /// Why no room can be had with this peer now, if so.
+    pub(super) fn unusable(&self) -> Option<Reason> {
+        let text = match (&self.fence, self.dead) {
+            (_, true) => format!("the process of peer {} has died", self.name),
+            (Fence::Open, _) => return None,
+            (Fence::Running { .. }, _) => format!("peer {} is being fenced", self.name),
+            (Fence::Impossible { reason, .. }, _) => format!(
+                "peer {} does not answer and cannot be fenced ({reason}): evict it when it is known to be dead",
+                self.name
+            ),
+        };
+        Some(Reason::new(ReasonKind::PeerLost, text))
+    }
+}
+
+impl Node {
+    /// Queues a numbered message. A peer that lets its outbox overflow is lost.
+    pub(super) fn queue(&mut self, now: Time, key: PeerKey, msg: Msg) -> u64 {
+        let peer = self.peers.entry(key).or_default();
+        match peer.link.enqueue(msg) {
+            Ok(number) => {
+                self.dirty.insert(key);
+                self.want_session(key);
+                number
+            }
+            Err(reason) => {
+                // Not at once: the caller is in the middle of a change of its own.
+                peer.lost_since.get_or_insert(Time(0));
+                let _ = reason;
+                self.set_timer(now, Timer::Peer(key));
+                0
+            }
+        }
+    }
+
+    pub(super) fn send_unnumbered(&mut self, key: PeerKey, msg: Msg) {
+        if let Some(session) = self.peers.get(&key).and_then(|p| p.session) {
+            self.actions.push_back(Action::Send { peer: key, session, number: 0, msg });
+        }
+    }
+
+    /// Asks the driver for a session if there is none and we are the side that opens them.
+    pub(super) fn want_session(&mut self, key: PeerKey) {
+        let up = self.peers.get(&key).is_some_and(|p| p.session.is_some());
+        if !up && key.direction == Direction::WeGrant {
+            self.actions.push_back(Action::Connect(key));
+        }
+    }
+
+    /// Whether a session with this peer is of use now; the driver keeps trying while it is.
+    #[must_use]
+    pub fn wants_session(&self, key: PeerKey) -> bool {
+        self.peers.get(&key).is_some_and(|p| p.session.is_none() && p.fence == Fence::Open && !p.dead) && self.is_busy(key)
+    }
+
+    /// Whether any room or message depends on this peer.
+    fn is_busy(&self, key: PeerKey) -> bool {
+        self.peers.get(&key).is_some_and(|p| !p.link.is_idle())
+            || self.inbound.values().any(|r| r.depends_on(key))
+            || self.outbound.values().any(|r| r.depends_on(key))
+    }
+
+    pub(super) fn flush_peer(&mut self, key: PeerKey) {
+        let Some(peer) = self.peers.get_mut(&key) else { return };
+        let Some(session) = peer.session else { return };
+        while let Some((number, msg)) = peer.link.poll() {
+            self.actions.push_back(Action::Send { peer: key, session, number, msg });
+        }
+        if let Some(n) = peer.link.poll_ack(false) {
+            self.actions.push_back(Action::Send { peer: key, session, number: 0, msg: Msg::Ack(n) });
+        }
+    }
+
+    /// A session passed its handshake. From its first frame on, nothing of an older session counts.
+    pub fn handle_session_up(&mut self, now: Time, up: SessionUp) {
+        let key = up.peer;
+        let peer = self.peers.entry(key).or_default();
+        peer.name = up.name;
+        let drop = |reason: Reason| Action::DropSession { peer: key, session: up.session, reason };
+        if let Some(reason) = peer.unusable() {
+            self.actions.push_back(drop(reason));
+            return;
+        }
+        if up.own_generation != peer.link.generation() {
+            let text = format!("peer {} was fenced during the handshake", peer.name);
+            self.actions.push_back(drop(Reason::new(ReasonKind::PeerLost, text)));
+            return;
+        }
+        if up.session <= peer.last_session {
+            self.counters.stale_refused += 1;
+            let text = format!("session {} is not newer than session {}", up.session.0, peer.last_session.0);
+            self.actions.push_back(drop(Reason::new(ReasonKind::ProtocolError, text)));
+            return;
+        }
+        peer.last_session = up.session;
+        if let Some(old) = peer.session.take() {
+            let reason = Reason::new(ReasonKind::ProtocolError, "a newer session took its place");
+            self.actions.push_back(Action::DropSession { peer: key, session: old, reason });
+        }
+        match peer.link.session_up(up.received, up.generation) {
+            Ok(Resume::Resumed) => {}
+            Ok(Resume::PeerStartedAfresh) => {
+                let reason = Reason::new(
+                    ReasonKind::PeerLost,
+                    format!("peer {} lost contact, fenced this agent and started afresh", peer.name),
+                );
+                if peer.attached.is_none() && !self.is_busy(key) {
+                    // Nothing to fence and nothing to fail.
+                    if let Some(peer) = self.peers.get_mut(&key) {
+                        peer.link.restart(up.generation);
+                    }
+                } else {
+                    self.actions.push_back(drop(reason.clone()));
+                    self.lose_peer_in(now, key, &reason, up.generation);
+                    return;
+                }
+            }
+            Err(reason) => {
+                self.counters.protocol_errors += 1;
+                self.actions.push_back(drop(reason.clone()));
+                self.lose_peer(now, key, &reason);
+                return;
+            }
+        }
+        self.counters.sessions += 1;
+        let heartbeat = self.cfg.heartbeat;
+        if let Some(peer) = self.peers.get_mut(&key) {
+            peer.session = Some(up.session);
+            peer.last_heard = now;
+            peer.lost_since = None;
+            if !std::mem::replace(&mut peer.timer_set, true) {
+                self.set_timer(now.after(heartbeat), Timer::Peer(key));
+            }
+        }
+        self.dirty.insert(key);
+    }
+
+    /// The fabric to this peer can carry bytes, and who moves them.
+    pub fn handle_attached(&mut self, now: Time, key: PeerKey, mover: Mover) {
+        if let Some(peer) = self.peers.get_mut(&key) {
+            if peer.session.is_none() && peer.fence != Fence::Open {
+                return;
+            }
+            peer.attached = Some(mover);
+            match key.direction {
+                Direction::WeGrant => self.inbound_attached(now, key),
+                Direction::TheyGrant => self.outbound_attached(now, key),
+            }
+        }
+    }
+
+    /// A connection ended. Nothing is failed or released by that: a new session resumes.
+    pub fn handle_session_down(&mut self, now: Time, key: PeerKey, session: SessionNo) {
+        let Some(peer) = self.peers.get_mut(&key) else { return };
+        if peer.session != Some(session) {
+            return;
+        }
+        peer.session = None;
+        peer.lost_since = Some(now);
+        if self.is_busy(key) {
+            self.want_session(key);
+        }
+        self.set_timer(now.after(self.cfg.fence_after), Timer::Peer(key));
+    }
+
+    /// The peer and we do not fit; no session will come of it. Its pending rooms fail on both sides.
+    pub fn handle_refused(&mut self, now: Time, key: PeerKey, reason: &Reason) {
+        let Some(peer) = self.peers.get(&key) else { return };
+        let mut rooms: Vec<(Room, Reason)> = peer
+            .link
+            .pending()
+            .filter_map(|msg| match msg {
+                Msg::Cancel(c) => Some((c.room, c.reason.clone())),
+                Msg::RoomFailed(f) => Some((f.room, f.reason.clone())),
+                Msg::Grant(g) => Some((g.room, reason.clone())),
+                _ => None,
+            })
+            .collect();
+        rooms.sort();
+        rooms.dedup_by_key(|(room, _)| *room);
+        for room in self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>() {
+            self.fail_inbound(now, room, reason.clone());
+        }
+        if let Some(peer) = self.peers.get_mut(&key) {
+            // Everything in the outbox was about these rooms.
+            let generation = peer.link.generation();
+            peer.link.restart(generation);
+        }
+        self.actions.push_back(Action::TellRefused { peer: key, rooms });
+    }
+
+    /// Another incarnation answers at this peer's address: it restarted. Its rooms fail and it is fenced; rooms of
+    /// which it had not heard are expected of its successor.
+    pub fn handle_replaced(&mut self, now: Time, key: PeerKey) {
+        self.forget_sources_of(key);
+        self.retry_unheard_rooms(now, key);
+        let reason = Reason::new(ReasonKind::PeerLost, format!("peer {} restarted", self.peer_name(key)));
+        self.lose_peer(now, key, &reason);
+    }
+
+    /// Nobody answers at this peer's address. What was known of its source is void, and rooms of which it had not heard
+    /// are expected of whoever the directory names now.
+    pub fn handle_unreachable(&mut self, now: Time, key: PeerKey) {
+        self.forget_sources_of(key);
+        self.retry_unheard_rooms(now, key);
+    }
+
+    /// The fabric endpoint of this peer broke.
+    pub fn handle_fabric_broken(&mut self, now: Time, key: PeerKey, reason: &Reason) {
+        self.lose_peer(now, key, reason);
+    }
+
+    /// The peer's process was seen to die.
+    pub fn handle_peer_died(&mut self, now: Time, key: PeerKey) {
+        let Some(peer) = self.peers.get_mut(&key) else { return };
+        if std::mem::replace(&mut peer.dead, true) {
+            return;
+        }
+        let reason = Reason::new(ReasonKind::PeerLost, format!("the process of peer {} has died", peer.name));
+        let fence = peer.fence.clone();
+        self.forget_sources_of(key);
+        self.retry_unheard_rooms(now, key);
+        match fence {
+            Fence::Open => self.lose_peer(now, key, &reason),
+            Fence::Running { .. } => {}
+            Fence::Impossible { generation, .. } => self.fence_done(now, key, generation),
+        }
+    }
+
+    /// The operator says that this peer is gone and can write no more: its quarantine ends.
+    pub fn handle_evict(&mut self, now: Time, key: PeerKey) {
+        let Some(peer) = self.peers.get_mut(&key) else { return };
+        let reason = Reason::new(ReasonKind::PeerLost, format!("peer {} was evicted", peer.name));
+        peer.dead = true;
+        if let Fence::Impossible { generation, .. } = peer.fence {
+            self.fence_done(now, key, generation);
+        } else {
+            self.lose_peer(now, key, &reason);
+        }
+    }
+
+    /// Fails every room with this peer and fences it. Pages stay in quarantine until [`Node::handle_fenced`].
+    pub(super) fn lose_peer(&mut self, now: Time, key: PeerKey, reason: &Reason) {
+        let generation = self.peers.get(&key).map_or(0, |p| p.link.generation() + 1);
+        self.lose_peer_in(now, key, reason, generation);
+    }
+
+    fn lose_peer_in(&mut self, now: Time, key: PeerKey, reason: &Reason, generation: u64) {
+        let Some(peer) = self.peers.get_mut(&key) else { return };
+        if peer.fence != Fence::Open {
+            return;
+        }
+        peer.fence = Fence::Running { generation };
+        if let Some(session) = peer.session.take() {
+            self.actions.push_back(Action::DropSession { peer: key, session, reason: reason.clone() });
+        }
+        self.counters.fences += 1;
+        for room in self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>() {
+            self.fail_inbound(now, room, reason.clone());
+        }
+        for room in self.outbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>() {
+            self.fail_outbound(now, room, reason.clone());
+        }
+        let stop: Vec<_> = self
+            .deliveries
+            .iter()
+            .filter(|(_, d)| matches!(d, DeliveryFor::Inbound(_, k, _) | DeliveryFor::Outbound(_, k, _) if *k == key))
+            .map(|(id, _)| *id)
+            .collect();
+        self.actions.extend(stop.into_iter().map(Action::Abort));
+        self.actions.push_back(Action::Fence(key));
+    }
+
+    /// The fence of this peer came to an end: nothing from it lands any more, or its transport cannot promise that.
+    pub fn handle_fenced(&mut self, now: Time, key: PeerKey, result: Result<(), Reason>) {
+        let Some(peer) = self.peers.get_mut(&key) else { return };
+        let Fence::Running { generation } = peer.fence else { return };
+        peer.attached = None;
+        match result {
+            Err(reason) if !peer.dead => peer.fence = Fence::Impossible { generation, reason },
+            _ => self.fence_done(now, key, generation),
+        }
+    }
+
+    fn fence_done(&mut self, now: Time, key: PeerKey, generation: u64) {
+        if let Some(peer) = self.peers.get_mut(&key) {
+            peer.fence = Fence::Open;
+            peer.attached = None;
+            peer.lost_since = None;
+            peer.link.restart(generation);
+        }
+        self.inbound_fenced(now, key);
+        self.outbound_fenced(now, key);
+        if self.peers.get(&key).is_some_and(|p| p.dead) {
+            self.peers.remove(&key);
+            self.dirty.remove(&key);
+        }
+    }
+
+    pub(super) fn peer_timer(&mut self, now: Time, key: PeerKey) {
+        let (heartbeat, suspect_after, fence_after) =
+            (self.cfg.heartbeat, self.cfg.suspect_after, self.cfg.fence_after);
+        let Some(peer) = self.peers.get_mut(&key) else { return };
+        if let Some(session) = peer.session {
+            if now >= peer.last_heard.after(suspect_after) {
+                let text = format!("peer {} was silent for {} ms", peer.name, now.since_us(peer.last_heard) / 1000);
+                let reason = Reason::new(ReasonKind::PeerLost, text);
+                peer.timer_set = false;
+                self.actions.push_back(Action::DropSession { peer: key, session, reason });
+                self.handle_session_down(now, key, session);
+                return;
+            }
+            peer.timer_set = true;
+            let ack = peer.link.poll_ack(true);
+            self.send_unnumbered(key, Msg::Ping(now.0));
+            if let Some(n) = ack {
+                self.send_unnumbered(key, Msg::Ack(n));
+            }
+            self.set_timer(now.after(heartbeat), Timer::Peer(key));
+            return;
+        }
+        peer.timer_set = false;
+        let Some(since) = peer.lost_since else { return };
+        if peer.fence != Fence::Open {
+            return;
+        }
+        if now < since.after(fence_after) {
+            self.set_timer(since.after(fence_after), Timer::Peer(key));
+        } else if self.is_busy(key) {
+            let text = format!(
+                "no contact with peer {} for {} s: every room with it failed, and its pages are held until it is fenced",
+                self.peer_name(key),
+                fence_after.as_secs_f64()
+            );
+            self.lose_peer(now, key, &Reason::new(ReasonKind::PeerLost, text));
+        }
+    }
+
+    pub(super) fn peer_name(&self, key: PeerKey) -> String {
+        self.peers.get(&key).map_or_else(|| key.incarnation.to_string(), |p| p.name.clone())
+    }
+}

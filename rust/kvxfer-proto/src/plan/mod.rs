@@ -1,0 +1,30 @@
+//! Which bytes go where for a pair of shards: box intersection over (layer, K/V, head, token).
+//!
+//! * [`compatible`] says at connect whether two sides fit.
+//! * [`sources`] says which source ranks owe a destination rank what.
+//! * [`Template`] is what a pair of shards needs once, [`Cursor`] what a push needs: it gives the [`Piece`]s.
+
+mod cursor;
+mod pair;
+mod segment;
+mod template;
+
+pub use cursor::{Cursor, Request, plan_all};
+pub use pair::{Mismatch, compatible, sources};
+pub use template::Template;
+
+/// One write: `len` bytes from an offset of a source region to an offset of a destination region. Regions are
+/// numbered as [`crate::layout::Side::regions`] does.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Piece {
+    /// Source region.
+    pub src_region: u32,
+    /// Offset in the source region.
+    pub src_off: u64,
+    /// Destination region.
+    pub dst_region: u32,
+    /// Offset in the destination region.
+    pub dst_off: u64,
+    /// Bytes.
+    pub len: u64,
+}

@@ -1,0 +1,570 @@
+//! Several nodes in one process under virtual time: real bytes, sessions that die, peers that stop or restart.
+//!
+//! The harness is the driver that production has in `kvxfer-engine`, cut down to what decides right or wrong:
+//! frames keep their order within a session only, writes land some time after they were posted, and every write
+//! that lands is checked against the receiver's page book.
+
+#![allow(dead_code, clippy::cast_possible_truncation, clippy::arithmetic_side_effects)]
+
+use kvxfer_proto::msg::Frame;
+use kvxfer_proto::node::{
+    Action, Config, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Mover, Node, PeerKey, Push,
+    RankInfo, SessionUp, Source,
+};
+use kvxfer_proto::plan::{Cursor, Piece, Template};
+use kvxfer_proto::{Incarnation, Reason, ReasonKind, Room, SessionNo, Side, Time};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// A small seeded generator: the same seed gives the same run.
+#[derive(Clone)]
+pub struct Rng(pub u64);
+
+impl Rng {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        if n == 0 { 0 } else { self.next() % n }
+    }
+}
+
+pub struct SimNode {
+    pub node: Node,
+    pub name: String,
+    pub incarnation: Incarnation,
+    pub side: Side,
+    pub page_counts: Vec<u32>,
+    pub memory: Vec<Vec<u8>>,
+    pub events: Vec<Event>,
+    pub stopped: bool,
+    pub alive: bool,
+    held: Vec<What>,
+    running: BTreeMap<DeliveryId, Running>,
+    connecting: BTreeSet<PeerKey>,
+    /// Fences of ours, per peer: a write that was posted before one is dropped.
+    endpoint_epoch: BTreeMap<PeerKey, u64>,
+    /// The peer's fences when our endpoint was made.
+    attached_epoch: BTreeMap<PeerKey, u64>,
+}
+
+struct Running {
+    delivery: Delivery,
+    pieces: Vec<Piece>,
+    next: usize,
+    in_flight: usize,
+    aborted: bool,
+}
+
+#[derive(Clone)]
+enum What {
+    Frame { to: usize, from: PeerKey, frame: Frame },
+    SessionDown { to: usize, key: PeerKey, session: SessionNo },
+    Connect { from: usize, key: PeerKey },
+    Resolve { from: usize, source: Source },
+    Post { node: usize, incarnation: Incarnation, id: DeliveryId },
+    Land { node: usize, incarnation: Incarnation, id: DeliveryId, epoch: u64, bytes: Vec<(Piece, Vec<u8>)> },
+    Fenced { node: usize, key: PeerKey },
+    Order(usize, fn(&mut Node, Time, Room), Room),
+}
+
+/// The network, the nodes and the clock.
+pub struct Net {
+    pub now: u64,
+    pub nodes: Vec<SimNode>,
+    pub mover: Mover,
+    pub rng: Rng,
+    /// Microseconds: control frames, a posted write, the pause between two posts.
+    pub control_us: (u64, u64),
+    pub data_us: (u64, u64),
+    pub directory: BTreeMap<String, Vec<usize>>,
+    /// Whether two nodes can talk now.
+    pub cut: BTreeSet<(usize, usize)>,
+    pub violations: Vec<String>,
+    pub writes_landed: u64,
+    sessions: BTreeMap<(Incarnation, Incarnation), SessionNo>,
+    /// Connections that are cut: nothing that is sent on them arrives.
+    dead: BTreeSet<(Incarnation, Incarnation, SessionNo)>,
+    queue: BTreeMap<(u64, u64), What>,
+    ticket: u64,
+    last_frame: BTreeMap<(usize, PeerKey, u64), u64>,
+}
+
+pub fn page_tag(room: Room, token: u64, byte: u64) -> u8 {
+    (room.get().wrapping_mul(31) ^ token.wrapping_mul(7) ^ byte) as u8
+}
+
+impl Net {
+    pub fn new(seed: u64, mover: Mover) -> Self {
+        Self {
+            now: 1,
+            nodes: Vec::new(),
+            mover,
+            rng: Rng(seed),
+            control_us: (5, 50),
+            data_us: (20, 400),
+            directory: BTreeMap::new(),
+            cut: BTreeSet::new(),
+            violations: Vec::new(),
+            writes_landed: 0,
+            sessions: BTreeMap::new(),
+            dead: BTreeSet::new(),
+            queue: BTreeMap::new(),
+            ticket: 0,
+            last_frame: BTreeMap::new(),
+        }
+    }
+
+    pub fn add(&mut self, name: &str, cfg: Config, side: Side, pages: u32) -> usize {
+        let counts = vec![pages; side.groups.len()];
+        let node = Node::new(cfg, side.clone(), &counts).expect("valid geometry");
+        let memory = side.regions(&counts).unwrap().iter().map(|r| vec![0u8; r.len as usize]).collect();
+        self.nodes.push(SimNode {
+            node,
+            name: name.to_owned(),
+            incarnation: Incarnation(1000 + self.nodes.len() as u64),
+            side,
+            page_counts: counts,
+            memory,
+            events: Vec::new(),
+            stopped: false,
+            alive: true,
+            held: Vec::new(),
+            running: BTreeMap::new(),
+            connecting: BTreeSet::new(),
+            endpoint_epoch: BTreeMap::new(),
+            attached_epoch: BTreeMap::new(),
+        });
+        self.nodes.len() - 1
+    }
+
+    pub fn time(&self) -> Time {
+        Time(self.now)
+    }
+
+    fn find(&self, incarnation: Incarnation) -> Option<usize> {
+        self.nodes.iter().position(|n| n.incarnation == incarnation && n.alive)
+    }
+
+    fn at(&mut self, delay: u64, what: What) {
+        self.ticket += 1;
+        self.queue.insert((self.now + delay, self.ticket), what);
+    }
+
+    fn draw(&mut self, range: (u64, u64)) -> u64 {
+        range.0 + self.rng.below(range.1 - range.0 + 1)
+    }
+
+    /// Calls a node and carries out what it wants.
+    pub fn order(&mut self, i: usize, f: impl FnOnce(&mut Node, Time)) {
+        let now = self.time();
+        f(&mut self.nodes[i].node, now);
+        self.carry_out(i);
+    }
+
+    pub fn push(&mut self, i: usize, push: Push) {
+        // The engine fills its pages before it pushes them.
+        self.order(i, |n, now| n.handle_push(now, push));
+    }
+
+    fn carry_out(&mut self, i: usize) {
+        while let Some(action) = self.nodes[i].node.poll_action() {
+            match action {
+                Action::Event(e) => self.nodes[i].events.push(e),
+                Action::Stage(..) | Action::TellRefused { .. } => {}
+                Action::Resolve(source) => {
+                    let d = self.draw(self.control_us);
+                    self.at(d, What::Resolve { from: i, source });
+                }
+                Action::Connect(key) => {
+                    if self.nodes[i].connecting.insert(key) {
+                        let d = self.draw(self.control_us);
+                        self.at(d, What::Connect { from: i, key });
+                    }
+                }
+                Action::Send { peer, session, number, msg } => {
+                    let me = self.nodes[i].incarnation;
+                    let Some(to) = self.find(peer.incarnation) else { continue };
+                    if self.cut.contains(&(i.min(to), i.max(to))) {
+                        continue;
+                    }
+                    let from = PeerKey { incarnation: me, direction: opposite(peer.direction) };
+                    let (initiator, acceptor) = match peer.direction {
+                        Direction::WeGrant => (me, peer.incarnation),
+                        Direction::TheyGrant => (peer.incarnation, me),
+                    };
+                    if self.dead.contains(&(initiator, acceptor, session)) {
+                        continue;
+                    }
+                    let frame = Frame { incarnation: me, session, number, msg };
+                    // In order within one direction of one session.
+                    let slot = (to, from, session.0);
+                    let d = self.draw(self.control_us);
+                    let when = (self.now + d).max(self.last_frame.get(&slot).copied().unwrap_or(0) + 1);
+                    self.last_frame.insert(slot, when);
+                    self.at(when - self.now, What::Frame { to, from, frame });
+                }
+                Action::DropSession { peer, session, .. } => {
+                    let me = self.nodes[i].incarnation;
+                    let pair = match peer.direction {
+                        Direction::WeGrant => (me, peer.incarnation),
+                        Direction::TheyGrant => (peer.incarnation, me),
+                    };
+                    self.dead.insert((pair.0, pair.1, session));
+                    if let Some(to) = self.find(peer.incarnation) {
+                        let key = PeerKey {
+                            incarnation: self.nodes[i].incarnation,
+                            direction: opposite(peer.direction),
+                        };
+                        let d = self.draw(self.control_us);
+                        self.at(d, What::SessionDown { to, key, session });
+                    }
+                }
+                Action::Deliver(delivery) => self.start_delivery(i, delivery),
+                Action::Abort(id) => {
+                    if let Some(r) = self.nodes[i].running.get_mut(&id) {
+                        r.aborted = true;
+                    }
+                    self.check_delivery(i, id);
+                }
+                Action::Fence(key) => {
+                    *self.nodes[i].endpoint_epoch.entry(key).or_default() += 1;
+                    let d = self.draw(self.data_us);
+                    self.at(d, What::Fenced { node: i, key });
+                }
+            }
+        }
+    }
+
+    fn start_delivery(&mut self, i: usize, delivery: Delivery) {
+        let Some(peer) = self.find(delivery.peer.incarnation) else {
+            let now = self.time();
+            self.nodes[i].node.handle_delivery(now, delivery.id, DeliveryEnd::Aborted);
+            return;
+        };
+        let (src, dst) = if self.mover == Mover::Sender { (i, peer) } else { (peer, i) };
+        let template = Template::new(&self.nodes[src].side, &self.nodes[dst].side).expect("fits");
+        let cursor = Cursor::new(
+            Arc::new(template),
+            delivery.request.clone(),
+            &self.nodes[src].page_counts,
+            &self.nodes[dst].page_counts,
+        );
+        let mut pieces = Vec::new();
+        match cursor {
+            Ok(mut c) => while c.fill(&mut pieces, 1 << 20, 64) {},
+            Err(e) => {
+                let reason = Reason::new(ReasonKind::PageError, e.to_string());
+                let now = self.time();
+                self.nodes[i].node.handle_delivery(now, delivery.id, DeliveryEnd::Failed(reason));
+                self.carry_out(i);
+                return;
+            }
+        }
+        let id = delivery.id;
+        let incarnation = self.nodes[i].incarnation;
+        self.nodes[i].running.insert(id, Running { delivery, pieces, next: 0, in_flight: 0, aborted: false });
+        self.at(1, What::Post { node: i, incarnation, id });
+    }
+
+    fn post(&mut self, i: usize, id: DeliveryId) {
+        let slices = 1 + self.rng.below(4) as usize;
+        let data_us = self.data_us;
+        let Some(r) = self.nodes[i].running.get_mut(&id) else { return };
+        if r.aborted {
+            self.check_delivery(i, id);
+            return;
+        }
+        let end = (r.next + slices).min(r.pieces.len());
+        let batch: Vec<Piece> = r.pieces[r.next..end].to_vec();
+        r.next = end;
+        let more = end < r.pieces.len();
+        let key = r.delivery.peer;
+        if !batch.is_empty() {
+            r.in_flight += 1;
+            let peer = self.find(key.incarnation);
+            let src = if self.mover == Mover::Sender { Some(i) } else { peer };
+            let bytes = batch
+                .iter()
+                .map(|p| {
+                    let from = src.map_or(Vec::new(), |s| {
+                        self.nodes[s].memory[p.src_region as usize][p.src_off as usize..(p.src_off + p.len) as usize]
+                            .to_vec()
+                    });
+                    (*p, from)
+                })
+                .collect();
+            let epoch = self.nodes[i].attached_epoch.get(&key).copied().unwrap_or(0);
+            // Our own copies land at once; a write lands when it lands, whatever happens to its process.
+            let d = if self.mover == Mover::Sender { self.draw(data_us) } else { 0 };
+            let incarnation = self.nodes[i].incarnation;
+            self.at(d, What::Land { node: i, incarnation, id, epoch, bytes });
+        }
+        if more {
+            let d = self.draw(data_us);
+            let incarnation = self.nodes[i].incarnation;
+            self.at(d, What::Post { node: i, incarnation, id });
+        } else {
+            self.check_delivery(i, id);
+        }
+    }
+
+    fn land(&mut self, i: usize, incarnation: Incarnation, id: DeliveryId, epoch: u64, bytes: Vec<(Piece, Vec<u8>)>) {
+        let (room, key) = match self.nodes[i].running.get(&id) {
+            Some(r) if self.nodes[i].incarnation == incarnation => (Some(r.delivery.room), Some(r.delivery.peer)),
+            // The writer restarted; its writes land all the same, and must find no page that was given away.
+            _ => (None, None),
+        };
+        let dst = if self.mover == Mover::Sender { key.and_then(|k| self.find(k.incarnation)) } else { Some(i) };
+        if let Some(dst) = dst {
+            let back = PeerKey { incarnation, direction: Direction::WeGrant };
+            let fenced = self.mover == Mover::Sender
+                && self.nodes[dst].endpoint_epoch.get(&back).copied().unwrap_or(0) != epoch;
+            if fenced {
+                if let (Some(k), true) = (key, self.nodes[i].incarnation == incarnation) {
+                    let reason = Reason::new(ReasonKind::FabricError, "the peer closed its endpoint");
+                    self.order(i, |n, now| n.handle_fabric_broken(now, k, &reason));
+                }
+            } else {
+                for (p, data) in bytes {
+                    self.check_write(dst, room, &p);
+                    let to = &mut self.nodes[dst].memory[p.dst_region as usize];
+                    to[p.dst_off as usize..(p.dst_off + p.len) as usize].copy_from_slice(&data);
+                    self.writes_landed += 1;
+                }
+            }
+        }
+        if self.nodes[i].incarnation == incarnation {
+            if let Some(r) = self.nodes[i].running.get_mut(&id) {
+                r.in_flight -= 1;
+            }
+            self.check_delivery(i, id);
+        }
+    }
+
+    fn check_write(&mut self, dst: usize, room: Option<Room>, p: &Piece) {
+        let n = &self.nodes[dst];
+        let shape = n.side.regions(&n.page_counts).unwrap()[p.dst_region as usize];
+        let page = (p.dst_off / (shape.len / u64::from(n.page_counts[shape.group as usize]))) as u32;
+        let owner = n.node.page_owner(shape.group as usize, page);
+        if room.is_some() && owner != room {
+            self.violations.push(format!(
+                "t={}: a write of room {room:?} landed on page {page} of {}, which {owner:?} holds",
+                self.now, n.name
+            ));
+        }
+    }
+
+    fn check_delivery(&mut self, i: usize, id: DeliveryId) {
+        let Some(r) = self.nodes[i].running.get(&id) else { return };
+        if r.in_flight > 0 || (!r.aborted && r.next < r.pieces.len()) {
+            return;
+        }
+        let end = if r.aborted {
+            DeliveryEnd::Aborted
+        } else {
+            DeliveryEnd::Complete { bytes: r.pieces.iter().map(|p| p.len).sum(), writes: r.pieces.len() as u64 }
+        };
+        self.nodes[i].running.remove(&id);
+        let now = self.time();
+        self.nodes[i].node.handle_delivery(now, id, end);
+        self.carry_out(i);
+    }
+
+    /// Ends every session between two nodes; frames on their way are lost or, if `late`, arrive afterwards.
+    pub fn cut_session(&mut self, a: usize, b: usize, late: bool) {
+        let (ia, ib) = (self.nodes[a].incarnation, self.nodes[b].incarnation);
+        for (from, to, fi, ti) in [(a, b, ia, ib), (b, a, ib, ia)] {
+            if let Some(&session) = self.sessions.get(&(fi, ti)) {
+                self.dead.insert((fi, ti, session));
+                self.queue.retain(|_, w| {
+                    let of_session = matches!(w, What::Frame { to: t, frame, .. }
+                        if (*t == to || *t == from) && frame.session == session
+                            && (frame.incarnation == fi || frame.incarnation == ti));
+                    late || !of_session
+                });
+                for (at, key) in [
+                    (from, PeerKey { incarnation: ti, direction: Direction::WeGrant }),
+                    (to, PeerKey { incarnation: fi, direction: Direction::TheyGrant }),
+                ] {
+                    let d = self.draw(self.control_us);
+                    self.at(d, What::SessionDown { to: at, key, session });
+                }
+            }
+        }
+    }
+
+    /// Kills a node and starts another at its address, with empty memory and a new incarnation.
+    pub fn restart(&mut self, i: usize, cfg: Config) {
+        let others: Vec<usize> = (0..self.nodes.len()).filter(|j| *j != i).collect();
+        for j in others {
+            self.cut_session(i, j, false);
+        }
+        let fresh = Incarnation(self.nodes[i].incarnation.0 + 100);
+        let n = &mut self.nodes[i];
+        n.incarnation = fresh;
+        n.node = Node::new(cfg, n.side.clone(), &n.page_counts).expect("valid geometry");
+        n.running.clear();
+        n.connecting.clear();
+        n.held.clear();
+        n.stopped = false;
+        n.endpoint_epoch.clear();
+        n.attached_epoch.clear();
+        n.events.clear();
+    }
+
+    pub fn stop(&mut self, i: usize) {
+        self.nodes[i].stopped = true;
+    }
+
+    pub fn cont(&mut self, i: usize) {
+        self.nodes[i].stopped = false;
+        for what in std::mem::take(&mut self.nodes[i].held) {
+            self.at(1, what);
+        }
+    }
+
+    fn target(&self, what: &What) -> Option<usize> {
+        match what {
+            What::Frame { to, .. } | What::SessionDown { to, .. } => Some(*to),
+            What::Connect { from, .. } | What::Resolve { from, .. } => Some(*from),
+            What::Post { node, .. } | What::Fenced { node, .. } | What::Order(node, ..) => Some(*node),
+            // A posted write needs nobody's processor.
+            What::Land { .. } => None,
+        }
+    }
+
+    /// Runs until nothing but heartbeats is left, or until this time.
+    pub fn run_until(&mut self, until: u64) {
+        loop {
+            let timer = (0..self.nodes.len())
+                .filter(|i| !self.nodes[*i].stopped)
+                .filter_map(|i| self.nodes[i].node.poll_timeout().map(|t| (t.0.max(self.now), i)))
+                .min();
+            let next = self.queue.keys().next().map(|k| k.0);
+            let (at, timer_of) = match (timer, next) {
+                (Some((t, i)), Some(q)) if t < q => (t, Some(i)),
+                (Some((t, i)), None) => (t, Some(i)),
+                (_, Some(q)) => (q, None),
+                (None, None) => break,
+            };
+            if at > until {
+                break;
+            }
+            self.now = self.now.max(at);
+            if let Some(i) = timer_of {
+                let now = self.time();
+                self.nodes[i].node.handle_timeout(now);
+                self.carry_out(i);
+                continue;
+            }
+            let Some((_, what)) = self.queue.pop_first() else { break };
+            if let Some(i) = self.target(&what)
+                && self.nodes[i].stopped
+            {
+                self.nodes[i].held.push(what);
+                continue;
+            }
+            self.happen(what);
+        }
+        self.now = self.now.max(until);
+    }
+
+    fn happen(&mut self, what: What) {
+        let now = self.time();
+        match what {
+            What::Frame { to, from, frame } => {
+                if let Err(e) = self.nodes[to].node.handle_frame(now, from, frame) {
+                    self.violations.push(format!("t={}: protocol error at {}: {e}", self.now, self.nodes[to].name));
+                }
+                self.carry_out(to);
+            }
+            What::SessionDown { to, key, session } => {
+                self.nodes[to].node.handle_session_down(now, key, session);
+                self.carry_out(to);
+            }
+            What::Resolve { from, source } => {
+                let ranks = self.directory.get(&*source.address).cloned().unwrap_or_default();
+                let infos = ranks
+                    .iter()
+                    .map(|&r| RankInfo { incarnation: self.nodes[r].incarnation, side: self.nodes[r].side.clone() })
+                    .collect();
+                self.nodes[from].node.handle_resolved(now, &source, Ok(infos));
+                self.carry_out(from);
+            }
+            What::Connect { from, key } => self.connect(from, key),
+            What::Post { node, incarnation, id } => {
+                if self.nodes[node].incarnation == incarnation {
+                    self.post(node, id);
+                }
+            }
+            What::Land { node, incarnation, id, epoch, bytes } => self.land(node, incarnation, id, epoch, bytes),
+            What::Fenced { node, key } => {
+                self.nodes[node].node.handle_fenced(now, key, Ok(()));
+                self.carry_out(node);
+            }
+            What::Order(i, f, room) => self.order(i, |n, now| f(n, now, room)),
+        }
+    }
+
+    fn connect(&mut self, from: usize, key: PeerKey) {
+        self.nodes[from].connecting.remove(&key);
+        if !self.nodes[from].node.wants_session(key) {
+            return;
+        }
+        let now = self.time();
+        let Some(to) = self.find(key.incarnation) else {
+            // The address answers with another incarnation.
+            self.nodes[from].node.handle_replaced(now, key);
+            self.carry_out(from);
+            return;
+        };
+        if self.cut.contains(&(from.min(to), from.max(to))) || self.nodes[to].stopped {
+            self.nodes[from].connecting.insert(key);
+            self.at(1000, What::Connect { from, key });
+            return;
+        }
+        let session = self.nodes[from].node.next_session(key);
+        let me = self.nodes[from].incarnation;
+        let back = PeerKey { incarnation: me, direction: Direction::TheyGrant };
+        self.sessions.insert((me, key.incarnation), session);
+        let mine = self.nodes[from].node.link_state(key);
+        let theirs = self.nodes[to].node.link_state(back);
+        for (at, peer_key, peer, own, other) in [(to, back, from, theirs, mine), (from, key, to, mine, theirs)] {
+            let up = SessionUp {
+                peer: peer_key,
+                session,
+                received: other.0,
+                generation: other.1,
+                own_generation: own.1,
+                side: self.nodes[peer].side.clone(),
+                pages: self.nodes[peer].page_counts.clone(),
+                name: self.nodes[peer].name.clone(),
+            };
+            self.nodes[at].node.handle_session_up(now, up);
+            if self.nodes[at].node.session_of(peer_key) == Some(session) {
+                let back = PeerKey { incarnation: self.nodes[at].incarnation, direction: opposite(peer_key.direction) };
+                let epoch = self.nodes[peer].endpoint_epoch.get(&back).copied().unwrap_or(0);
+                self.nodes[at].attached_epoch.insert(peer_key, epoch);
+                self.nodes[at].node.handle_attached(now, peer_key, self.mover);
+            }
+            self.carry_out(at);
+        }
+    }
+
+    pub fn events_of(&self, i: usize, room: Room) -> Vec<&EventKind> {
+        self.nodes[i].events.iter().filter(|e| e.room == room).map(|e| &e.kind).collect()
+    }
+}
+
+pub fn opposite(d: Direction) -> Direction {
+    match d {
+        Direction::WeGrant => Direction::TheyGrant,
+        Direction::TheyGrant => Direction::WeGrant,
+    }
+}
