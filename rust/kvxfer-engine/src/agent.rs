@@ -58,7 +58,7 @@ pub enum CallError {
 }
 
 /// Why a wait gave nothing.
-#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[derive(Clone, PartialEq, Debug, Error)]
 pub enum WaitError {
     /// Not yet.
     #[error("room {room} has not ended within {seconds} s (it is {stage})")]
@@ -132,7 +132,6 @@ pub(crate) struct Shared {
     pub(crate) has_waiters: AtomicBool,
     pub(crate) unreleased: Mutex<Vec<Unreleased>>,
     pub(crate) closed: AtomicBool,
-    pub(crate) spin_us: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -175,7 +174,6 @@ impl Agent {
             has_waiters: AtomicBool::new(false),
             unreleased: Mutex::new(Vec::new()),
             closed: AtomicBool::new(false),
-            spin_us: AtomicU64::new(u64::try_from(config.spin.as_micros()).unwrap_or(u64::MAX)),
         });
         let layouts = config.side.groups.clone();
         let started = thread::start(config, Arc::clone(&shared))?;

@@ -1,13 +1,13 @@
 //! The fabrics of one agent, and which endpoint leads to which peer over which of them.
 
 use crate::config::{AgentConfig, FabricChoice, StartError};
-use kvxfer_fabric::shm::ShmFabric;
+use kvxfer_fabric::shm::{ShmFabric, ShmOptions};
 use kvxfer_fabric::ucx::{UcxFabric, UcxOptions};
 use kvxfer_fabric::{Completion, EndRole, EpId, Fabric, FabricError, Piece};
 use kvxfer_proto::msg::FabricOffer;
 use kvxfer_proto::node::{Direction, Mover, PeerKey};
 use std::collections::HashMap;
-use std::os::fd::RawFd;
+use rustix::fd::BorrowedFd;
 
 /// One of the fabrics.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -43,7 +43,7 @@ impl Carriers {
         let fail = |e: FabricError| StartError::Fabric(e.to_string());
         let shm = match config.fabric {
             FabricChoice::Ucx => None,
-            FabricChoice::Shm | FabricChoice::Auto => Some(ShmFabric::new(&config.regions).map_err(fail)?),
+            FabricChoice::Shm | FabricChoice::Auto => Some(ShmFabric::new(config.regions.clone(), ShmOptions::default()).map_err(fail)?),
         };
         let options = UcxOptions { tls: config.ucx_tls.clone(), wheel_dir: config.ucx_wheel_dir.clone() };
         let ucx = match config.fabric {
@@ -155,7 +155,7 @@ impl Carriers {
     }
 
     /// Descriptors to watch while the thread sleeps.
-    pub(crate) fn fds(&self) -> impl Iterator<Item = RawFd> {
+    pub(crate) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         [self.shm.as_ref().and_then(Fabric::event_fd), self.ucx.as_ref().and_then(Fabric::event_fd)].into_iter().flatten()
     }
 

@@ -13,7 +13,6 @@ use std::collections::{HashMap, VecDeque};
 pub(crate) struct Flow {
     pub(crate) id: DeliveryId,
     pub(crate) peer: PeerKey,
-    pub(crate) room: Room,
     cursor: Cursor,
     exhausted: bool,
     aborted: bool,
@@ -65,7 +64,7 @@ impl Scheduler {
     pub(crate) fn add(&mut self, id: DeliveryId, peer: PeerKey, room: Room, cursor: Cursor) {
         let exhausted = cursor.total_bytes() == 0;
         let flow =
-            Flow { id, peer, room, cursor, exhausted, aborted: false, in_flight: 0, bytes: 0, writes: 0 };
+            Flow { id, peer, cursor, exhausted, aborted: false, in_flight: 0, bytes: 0, writes: 0 };
         self.flows.insert(id, flow);
         let turn = self.turns.entry(room).or_insert_with(|| {
             self.ring.push_back(room);

@@ -17,7 +17,7 @@ pub use kvxfer_proto::msg::MemKind;
 pub use kvxfer_proto::plan::Piece;
 pub use memory::{Backing, RegionSpan};
 
-use std::os::fd::RawFd;
+use std::os::fd::BorrowedFd;
 
 /// Who moves the bytes of a hand-off.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -115,7 +115,13 @@ pub trait Fabric {
     ///
     /// # Errors
     /// When the blob is malformed or the endpoint's number is taken.
-    fn connect(&mut self, ep: EpId, role: EndRole, blob: &[u8], remote_lens: &[u64]) -> Result<(), FabricError>;
+    fn connect(
+        &mut self,
+        ep: EpId,
+        role: EndRole,
+        blob: &[u8],
+        remote_lens: &[u64],
+    ) -> Result<(), FabricError>;
 
     /// Posts pieces on an endpoint whose role is [`EndRole::Active`]. Every offset is checked against both
     /// regions first: either all pieces are within bounds or none is posted.
@@ -144,7 +150,7 @@ pub trait Fabric {
     fn progress(&mut self, out: &mut Vec<Completion>) -> bool;
 
     /// A descriptor that becomes readable when [`Fabric::progress`] has work, if the fabric needs one.
-    fn event_fd(&self) -> Option<RawFd>;
+    fn event_fd(&self) -> Option<BorrowedFd<'_>>;
 
     /// Called before sleeping on [`Fabric::event_fd`]; `false` means that there is work already: do not sleep.
     fn arm(&mut self) -> bool;

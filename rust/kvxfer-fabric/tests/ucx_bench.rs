@@ -1,6 +1,14 @@
 //! Measures puts against plain copies of the same pieces, for docs/ucx-notes.md:
 //! `KVXFER_BENCH_TLS=posix,tcp,self cargo test --release -p kvxfer-fabric --test ucx_bench -- --ignored --nocapture measure`
-#![allow(missing_docs, clippy::print_stdout)]
+#![allow(
+    missing_docs,
+    unreachable_pub,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::print_stdout,
+    clippy::print_stderr,
+    clippy::cast_possible_truncation
+)]
 
 mod ucx_common;
 
@@ -44,11 +52,7 @@ fn copy(from: &[usize], to: &[usize], source: *const u8, target: &mut [u8]) -> D
     for (f, t) in from.iter().zip(to) {
         // SAFETY: both are BYTES long and distinct, and every index is below PIECES.
         unsafe {
-            std::ptr::copy_nonoverlapping(
-                source.add(f * PIECE),
-                target.as_mut_ptr().add(t * PIECE),
-                PIECE,
-            );
+            std::ptr::copy_nonoverlapping(source.add(f * PIECE), target.as_mut_ptr().add(t * PIECE), PIECE);
         }
     }
     std::hint::black_box(&mut *target);
@@ -60,7 +64,7 @@ fn copy(from: &[usize], to: &[usize], source: *const u8, target: &mut [u8]) -> D
 fn measure() {
     assert!(ucx_present());
     let tls = std::env::var("KVXFER_BENCH_TLS").unwrap_or_default();
-    let mut peer = spawn("", &tls, BYTES, &[]);
+    let mut peer = spawn("", &tls, BYTES);
     let mut node = Node::new(&tls, BYTES);
     node.fill(1, |i| (i % 251) as u8);
     node.fill(0, |i| (i % 241) as u8);

@@ -2,12 +2,21 @@
 //!
 //! Needs a UCX; without one each test says so and passes, unless `KVXFER_REQUIRE_UCX` is set. Run it once with
 //! `KVXFER_UCX_LIBRARY` at the wheel's libucp.so.0 and once with the system's.
-#![allow(missing_docs, clippy::print_stderr)]
+#![allow(
+    missing_docs,
+    unreachable_pub,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::print_stdout,
+    clippy::print_stderr,
+    clippy::cast_possible_truncation
+)]
 
 mod ucx_common;
 
 use kvxfer_fabric::ucx::{self, UcxFabric, UcxOptions};
 use kvxfer_fabric::{Completion, EndRole, EpId, Fabric, FabricError, MemKind, Piece, RegionSpan};
+use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 use ucx_common::{EP, Node, Peer, Wire, options, peer_job, spawn, ucx_present};
 
@@ -105,30 +114,18 @@ fn byte(i: usize) -> u8 {
     u8::try_from((i / PAGE * 31 + i) % 251).expect("below 251")
 }
 
-/// A receiver in its own process, connected; `None` (and a line that says why) if this UCX cannot do it.
+/// A receiver in its own process, connected; `None` (and a line that says why) without UCX.
 fn receiver(tls: &str) -> Option<(Peer, Node)> {
-    if !usable(tls) {
+    if !ucx_present() {
         return None;
     }
-    let mut peer = spawn("receive", tls, BYTES, &[]);
+    let mut peer = spawn("receive", tls, BYTES);
     let mut node = Node::new(tls, BYTES);
     for region in [0, 1] {
         node.fill(region, byte);
     }
     node.connect(&mut peer.wire, EP, EndRole::Active);
     Some((peer, node))
-}
-
-fn usable(tls: &str) -> bool {
-    if !ucx_present() {
-        return false;
-    }
-    let report = ucx::probe(&UcxOptions::default()).expect("UCX is there");
-    if tls.contains("posix") && report.version.minor < 14 {
-        eprintln!("skipped over {tls}: UCX {} has no peer error handling in shared memory", report.version);
-        return false;
-    }
-    true
 }
 
 fn remote(peer: &mut Peer, region: u8) -> Vec<u8> {
@@ -268,10 +265,10 @@ fn fence_round(node: &mut Node) -> Result<(), FabricError> {
 
 #[test]
 fn a_fence_on_tcp_stops_the_writer() {
-    if !usable("tcp") {
+    if !ucx_present() {
         return;
     }
-    let mut peer = spawn("write", "tcp", BYTES, &[]);
+    let mut peer = spawn("write", "tcp", BYTES);
     let mut node = Node::new("tcp", BYTES);
     for round in 0..5 {
         node.connect(&mut peer.wire, EP, EndRole::Passive);
@@ -290,10 +287,10 @@ fn a_fence_on_tcp_stops_the_writer() {
 
 #[test]
 fn posix_has_no_fence() {
-    if !usable("posix") {
+    if !ucx_present() {
         return;
     }
-    let mut peer = spawn("write", "posix", BYTES, &[]);
+    let mut peer = spawn("write", "posix", BYTES);
     let mut node = Node::new("posix", BYTES);
     node.connect(&mut peer.wire, EP, EndRole::Passive);
     let err = fence_round(&mut node).expect_err("posix cannot promise that");
@@ -302,7 +299,7 @@ fn posix_has_no_fence() {
 
 #[test]
 fn endpoints_both_ways_between_two_fabrics_are_fenced_together() {
-    if !usable("tcp") {
+    if !ucx_present() {
         return;
     }
     // Two fabrics of this process, moved by one thread, so that the order of everything is known.
@@ -314,9 +311,8 @@ fn endpoints_both_ways_between_two_fabrics_are_fenced_together() {
     b.fabric.connect(back, EndRole::Active, &blob_a, &lens).expect("connect");
     a.fabric.connect(back, EndRole::Passive, &blob_b, &lens).expect("connect");
     b.fabric.connect(forth, EndRole::Passive, &blob_a, &lens).expect("connect");
-    let both_open = |n: &Node| {
-        n.seen.iter().filter(|c| matches!(c, Completion::Connected { .. })).count() == 2
-    };
+    let both_open =
+        |n: &Node| n.seen.iter().filter(|c| matches!(c, Completion::Connected { .. })).count() == 2;
     let start = Instant::now();
     while !(both_open(&a) && both_open(&b)) {
         a.progress();
@@ -387,7 +383,7 @@ fn an_idle_fabric_can_sleep() {
     let Some((mut peer, mut node)) = receiver("tcp") else {
         return;
     };
-    let fd = node.fabric.event_fd().expect("UCX has one");
+    let fd = node.fabric.event_fd().expect("UCX has one").as_raw_fd();
     let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     let start = Instant::now();
     loop {
@@ -421,7 +417,7 @@ fn an_idle_fabric_can_sleep() {
 
 #[test]
 fn hostile_addresses_are_errors() {
-    if !usable("tcp") {
+    if !ucx_present() {
         return;
     }
     let mut node = Node::new("tcp", BYTES);
@@ -437,13 +433,19 @@ fn hostile_addresses_are_errors() {
     }
     let err = node.fabric.connect(EP, EndRole::Active, &blob, &[1]).expect_err("one region of two");
     assert!(err.to_string().contains("2 regions") && err.to_string().contains("has 1"), "{err}");
+    // Magic and format, then the UCX version's three numbers.
+    let mut other = blob.clone();
+    other[9] ^= 1;
+    assert!(!node.fabric.reaches(&other), "another minor version of UCX");
+    let err = node.fabric.connect(EP, EndRole::Active, &other, &lens).expect_err("another version");
+    assert!(err.to_string().contains("install the same minor version"), "{err}");
     blob[4] = 99;
     assert!(node.fabric.connect(EP, EndRole::Passive, &blob, &lens).is_err(), "another format");
 }
 
 #[test]
 fn regions_that_touch_are_registered_once() {
-    if !usable("tcp") {
+    if !ucx_present() {
         return;
     }
     let memory = vec![0u8; 64 * PAGE];
@@ -465,7 +467,7 @@ fn regions_that_touch_are_registered_once() {
 
 #[test]
 fn what_ucx_can_do_is_reported() {
-    if !usable("tcp") {
+    if !ucx_present() {
         return;
     }
     let report = ucx::probe(&UcxOptions::default()).expect("UCX is there");
@@ -474,8 +476,6 @@ fn what_ucx_can_do_is_reported() {
     assert!(tcp.transports.iter().all(|t| t == "tcp"), "{tcp:?}");
     // Over TCP the receiver's process has to take the bytes in.
     assert!(!tcp.pool && !tcp.plain, "{tcp:?}");
-    if usable("posix") {
-        let posix = ucx::one_sided_probe("posix", &UcxOptions::default()).expect("posix works");
-        assert!(posix.pool, "{posix:?}");
-    }
+    let posix = ucx::one_sided_probe("posix", &UcxOptions::default()).expect("posix works");
+    assert!(posix.pool, "{posix:?}");
 }

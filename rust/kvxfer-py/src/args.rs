@@ -10,9 +10,8 @@ use std::time::Duration;
 /// What a u64 out of range becomes.
 fn number(obj: Borrowed<'_, '_, PyAny>, error: impl FnOnce() -> String) -> PyResult<u64> {
     let py = obj.py();
-    obj.extract::<u64>().map_err(|e| {
-        if e.is_instance_of::<PyOverflowError>(py) { errors::bad(py, error()) } else { e }
-    })
+    obj.extract::<u64>()
+        .map_err(|e| if e.is_instance_of::<PyOverflowError>(py) { errors::bad(py, error()) } else { e })
 }
 
 /// A room's number.
@@ -23,7 +22,8 @@ impl<'py> FromPyObject<'_, 'py> for RoomArg {
     type Error = PyErr;
 
     fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let text = || format!("room {} is out of range: a room has 63 bits, 0 to {}", obj.to_owned(), Room::MAX);
+        let text =
+            || format!("room {} is out of range: a room has 63 bits, 0 to {}", obj.to_owned(), Room::MAX);
         let room = number(obj, text)?;
         if room > Room::MAX { Err(errors::bad(obj.py(), text())) } else { Ok(Self(room)) }
     }
@@ -37,7 +37,8 @@ impl<'py> FromPyObject<'_, 'py> for Count {
     type Error = PyErr;
 
     fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        number(obj, || format!("a number of tokens is 0 or more and fits in 64 bits, not {}", obj.to_owned())).map(Self)
+        number(obj, || format!("a number of tokens is 0 or more and fits in 64 bits, not {}", obj.to_owned()))
+            .map(Self)
     }
 }
 
@@ -51,9 +52,9 @@ impl<'py> FromPyObject<'_, 'py> for Seconds {
     fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let seconds = obj.extract::<f64>()?;
         // Some thousand years are as good as for ever, and infinity is one of them.
-        Duration::try_from_secs_f64(seconds.min(1e11))
-            .map(Self)
-            .map_err(|_| errors::bad(obj.py(), format!("a timeout is a number of seconds, 0 or more, not {seconds}")))
+        Duration::try_from_secs_f64(seconds.min(1e11)).map(Self).map_err(|_| {
+            errors::bad(obj.py(), format!("a timeout is a number of seconds, 0 or more, not {seconds}"))
+        })
     }
 }
 
@@ -78,7 +79,10 @@ impl<'py> FromPyObject<'_, 'py> for Layers {
         };
         match (u32::try_from(first), u32::try_from(end)) {
             (Ok(first), Ok(end)) if first < end => Ok(Self(first, end)),
-            _ => Err(errors::bad(py, format!("layers {first} to {end} (without {end}) are none: give first < end, both 0 or more"))),
+            _ => Err(errors::bad(
+                py,
+                format!("layers {first} to {end} (without {end}) are none: give first < end, both 0 or more"),
+            )),
         }
     }
 }

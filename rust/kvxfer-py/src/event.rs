@@ -11,10 +11,9 @@ use pyo3::types::PyBytes;
 
 /// Something that happened to a room, as `poll`, `wait` and `wait_async` give it.
 ///
-/// Each room yields exactly one `"Success"` or `"Failed"` and exactly one event with `released` true on each side
-/// (they may be one). Pages may be reused only after the latter.
+/// Each room yields exactly one `"Success"` or `"Failed"` and exactly one event with `released` true on each
+/// side (they may be one). Pages may be reused only after the latter.
 #[pyclass(frozen, module = "kvxfer")]
-#[derive(Debug)]
 pub(crate) struct Event {
     event: AgentEvent,
     error: PyOnceLock<Py<PyAny>>,
@@ -42,8 +41,8 @@ impl Event {
         self.event.room.get()
     }
 
-    /// `"Success"` and `"Failed"` end a room; `"Released"` says that a failed room's pages are free, `"Retracted"`
-    /// that a retracted push's are.
+    /// `"Success"` and `"Failed"` end a room; `"Released"` says that a failed room's pages are free,
+    /// `"Retracted"` that a retracted push's are.
     #[getter]
     fn state(&self) -> &'static str {
         match self.event.kind {
@@ -73,9 +72,9 @@ impl Event {
     #[getter]
     fn error(&self, py: Python<'_>) -> Option<Py<PyAny>> {
         let reason = self.event.error()?;
-        let error = self.error.get_or_init(py, || {
-            errors::reason(py, self.event.room.get(), reason).into_value(py).into_any()
-        });
+        let error = self
+            .error
+            .get_or_init(py, || errors::reason(py, self.event.room.get(), reason).into_value(py).into_any());
         Some(error.clone_ref(py))
     }
 

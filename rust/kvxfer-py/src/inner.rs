@@ -29,8 +29,8 @@ struct Watched {
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub(crate) engine: Agent,
-    /// Held only while attached to the interpreter, and by `poll` for its whole length: whoever finds a room gone sees,
-    /// once it has this lock, the event that went with it.
+    /// Held only while attached to the interpreter, and by `poll` for its whole length: whoever finds a room
+    /// gone sees, once it has this lock, the event that went with it.
     watched: Mutex<HashMap<u64, Watched>>,
     /// Whatever owns the registered memory.
     owner: Mutex<Option<Py<PyAny>>>,

@@ -9,12 +9,13 @@ use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
 
 /// How one page of a layer group lies in memory. Frozen; equal layouts hash alike; pickles.
 ///
-/// `layers` and `kv_heads` count the whole model's group, not a rank's: which of them a rank holds follows from its
-/// `Shard`. `page_tokens` is the number of tokens a page. `dtype` takes names (`"bfloat16"`, `"float16"`,
-/// `"float32"`, `"float8_e4m3"`, `"float8_e5m2"`, `"int8"`, `"uint8"`), numpy's and torch's types. `order` is the
-/// order of a page's axes: `"HND"` (head, token, dim) or `"NHD"` (token, head, dim). `kind` is `"kv"` (K and V in
-/// regions of their own), `"fused"` (a page holds K's half, then V's) or `"latent"` (MLA: one vector of `head_dim`
-/// a token, no heads, held by every tensor-parallel rank; `kv_heads` may be left out).
+/// `layers` and `kv_heads` count the whole model's group, not a rank's: which of them a rank holds follows
+/// from its `Shard`. `page_tokens` is the number of tokens a page. `dtype` takes names (`"bfloat16"`,
+/// `"float16"`, `"float32"`, `"float8_e4m3"`, `"float8_e5m2"`, `"int8"`, `"uint8"`), numpy's and torch's
+/// types. `order` is the order of a page's axes: `"HND"` (head, token, dim) or `"NHD"` (token, head, dim).
+/// `kind` is `"kv"` (K and V in regions of their own), `"fused"` (a page holds K's half, then V's) or
+/// `"latent"` (MLA: one vector of `head_dim` a token, no heads, held by every tensor-parallel rank;
+/// `kv_heads` may be left out).
 ///
 /// Raises `BadArgument` for a size of zero or past its limit and for an unknown name.
 ///
@@ -77,13 +78,20 @@ impl PageLayout {
             "kv" => Kind::Kv,
             "fused" => Kind::Fused,
             "latent" => Kind::Latent,
-            other => return Err(errors::bad(py, format!("kind {other:?} is not known: kv, fused and latent are"))),
+            other => {
+                return Err(errors::bad(py, format!("kind {other:?} is not known: kv, fused and latent are")));
+            }
         };
         // A latent has one vector a token, whatever the caller calls it, so that equal layouts compare equal.
         let kv_heads = match (kind, kv_heads) {
             (Kind::Latent, _) => 1,
             (_, Some(n)) => n,
-            (_, None) => return Err(errors::bad(py, format!("kv_heads is missing: a {} layout has heads", kind.name()))),
+            (_, None) => {
+                return Err(errors::bad(
+                    py,
+                    format!("kv_heads is missing: a {} layout has heads", kind.name()),
+                ));
+            }
         };
         let layout = layout::PageLayout { layers, kv_heads, head_dim, page_tokens, dtype, order, kind };
         layout.validate().map_err(|e| errors::bad(py, e.to_string()))?;

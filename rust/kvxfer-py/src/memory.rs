@@ -2,17 +2,17 @@
 
 use crate::errors;
 use crate::span::Span;
+use kvxfer_fabric::Backing;
 use kvxfer_fabric::shm::ShmPool;
 use kvxfer_fabric::ucx::{UcxOptions, UcxPool};
-use kvxfer_fabric::Backing;
 use pyo3::prelude::*;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Zeroed memory that a fabric likes; freed when the last view of it is gone.
 ///
-/// `fabric` is `"shm"` (a sealed memfd), `"ucx"` (UCX allocates) or `"auto"` (as `"shm"`). Raises `FabricError` if
-/// the system or UCX has none.
+/// `fabric` is `"shm"` (a sealed memfd), `"ucx"` (UCX allocates) or `"auto"` (as `"shm"`). Raises
+/// `FabricError` if the system or UCX has none.
 #[pyclass(frozen, module = "kvxfer._kvxfer")]
 #[derive(Debug)]
 pub(crate) struct Allocation {
@@ -41,7 +41,9 @@ impl Allocation {
         let (backing, fabric) = match fabric {
             "auto" | "shm" => (py.detach(|| ShmPool::alloc(nbytes)), "shm"),
             "ucx" => (py.detach(|| UcxPool::alloc(nbytes, &options)), "ucx"),
-            other => return Err(errors::bad(py, format!("fabric {other:?} is not known: auto, shm and ucx are"))),
+            other => {
+                return Err(errors::bad(py, format!("fabric {other:?} is not known: auto, shm and ucx are")));
+            }
         };
         Ok(Self { backing: backing.map_err(|e| errors::fabric(py, &e))?, fabric })
     }

@@ -1,7 +1,7 @@
 //! Page lists from what callers have them in.
 
 use crate::errors;
-use numpy::{Element, PyArray1, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList, PyRange, PyTuple};
@@ -29,7 +29,10 @@ pub(crate) fn page_lists(obj: &Bound<'_, PyAny>, groups: usize) -> PyResult<Vec<
         )));
     };
     if lists.len() != groups {
-        return Err(errors::bad(obj.py(), format!("{} page lists for {groups} groups: give one a group", lists.len())));
+        return Err(errors::bad(
+            obj.py(),
+            format!("{} page lists for {groups} groups: give one a group", lists.len()),
+        ));
     }
     lists.iter().map(page_list).collect()
 }
@@ -111,7 +114,9 @@ fn copy<T: Element + Copy>(obj: &Bound<'_, PyAny>, id: impl Fn(T) -> u32) -> Opt
 fn as_array<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = obj.py();
     let wrong = |what: String| {
-        PyTypeError::new_err(format!("pages are a list of ints or a 1-D integer array (numpy, torch on the CPU), not {what}"))
+        PyTypeError::new_err(format!(
+            "pages are a list of ints or a 1-D integer array (numpy, torch on the CPU), not {what}"
+        ))
     };
     let array = if obj.is_instance_of::<PyUntypedArray>() {
         obj.clone()
@@ -126,7 +131,10 @@ fn as_array<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     if untyped.ndim() != 1 {
         return Err(errors::bad(
             py,
-            format!("pages are one-dimensional, but this array has shape {:?}; pass one row of a page table", untyped.shape()),
+            format!(
+                "pages are one-dimensional, but this array has shape {:?}; pass one row of a page table",
+                untyped.shape()
+            ),
         ));
     }
     let dtype = untyped.dtype();
@@ -135,4 +143,3 @@ fn as_array<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     }
     array.call_method1("astype", ("int64",))
 }
-

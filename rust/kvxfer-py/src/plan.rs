@@ -7,7 +7,7 @@ use crate::pages::{NO_PAGE, page_lists};
 use crate::shard::Shard;
 use kvxfer_proto::Side;
 use kvxfer_proto::plan::{Cursor, Piece, Request, Template, compatible};
-use numpy::{IntoPyArray, PyArrayMethods};
+use numpy::IntoPyArray;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use std::sync::Arc;
@@ -30,9 +30,9 @@ pub(crate) struct Plan {
 
 #[pymethods]
 impl Plan {
-    /// The writes: a read-only numpy structured array of shape `(len(plan),)` with the fields `src_region` (u4),
-    /// `src_offset` (u8), `dst_region` (u4), `dst_offset` (u8) and `length` (u8). Offsets and lengths are bytes, a
-    /// region is an index into `src_regions` or `dst_regions`.
+    /// The writes: a read-only numpy structured array of shape `(len(plan),)` with the fields `src_region`
+    /// (u4), `src_offset` (u8), `dst_region` (u4), `dst_offset` (u8) and `length` (u8). Offsets and lengths
+    /// are bytes, a region is an index into `src_regions` or `dst_regions`.
     #[getter]
     fn ops(&self, py: Python<'_>) -> Py<PyAny> {
         self.ops.clone_ref(py)
@@ -44,7 +44,8 @@ impl Plan {
         self.bytes
     }
 
-    /// The source rank's regions, as tuples `(group, layer, part)`; part is `"k"`, `"v"`, `"kv"` or `"latent"`.
+    /// The source rank's regions, as tuples `(group, layer, part)`; part is `"k"`, `"v"`, `"kv"` or
+    /// `"latent"`.
     #[getter]
     fn src_regions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         regions(py, &self.src)
@@ -78,18 +79,19 @@ fn regions<'py>(py: Python<'py>, side: &Side) -> PyResult<Bound<'py, PyTuple>> {
     PyTuple::new(py, out)
 }
 
-/// The writes that carry tokens `start` to `start + tokens` (without it) from source pages to destination pages.
+/// The writes that carry tokens `start` to `start + tokens` (without it) from source pages to destination
+/// pages.
 ///
 /// `src` and `dst` are pairs `(layout, shard)`, where the layout may be a list of groups. `src_pages` and
-/// `dst_pages` hold page ids (list, numpy or torch CPU array of integers; one list a group): the first source page
-/// holds token `src_start`, by default 0, and the first destination page token `dst_start`, by default `start`, for
-/// decode grants pages only for what it has not cached. `layers` is a range or a pair `(first, end)` in the model's
-/// numbering, by default all. `src_page_count` and `dst_page_count` are the pages that each side has in each group
-/// (an int, or a list of them), by default the largest id + 1.
+/// `dst_pages` hold page ids (list, numpy or torch CPU array of integers; one list a group): the first source
+/// page holds token `src_start`, by default 0, and the first destination page token `dst_start`, by default
+/// `start`, for decode grants pages only for what it has not cached. `layers` is a range or a pair `(first,
+/// end)` in the model's numbering, by default all. `src_page_count` and `dst_page_count` are the pages that
+/// each side has in each group (an int, or a list of them), by default the largest id + 1.
 ///
-/// Raises `LayoutMismatch` if the sides do not fit, naming the field; `PageError` for an id that is no page's, for a
-/// repeated destination page and for an id that is not below its count; `BadArgument` if the lists do not hold the
-/// tokens.
+/// Raises `LayoutMismatch` if the sides do not fit, naming the field; `PageError` for an id that is no
+/// page's, for a repeated destination page and for an id that is not below its count; `BadArgument` if the
+/// lists do not hold the tokens.
 ///
 /// >>> import kvxfer as kx
 /// >>> layout = kx.PageLayout(layers=1, kv_heads=1, head_dim=128, page_tokens=16)
@@ -172,7 +174,8 @@ fn counts(
         },
     };
     if counts.len() != lists.len() {
-        let text = format!("{} {name} page counts for {} groups: give one a group", counts.len(), lists.len());
+        let text =
+            format!("{} {name} page counts for {} groups: give one a group", counts.len(), lists.len());
         return Err(errors::bad(py, text));
     }
     for (g, (list, &count)) in lists.iter().zip(&counts).enumerate() {

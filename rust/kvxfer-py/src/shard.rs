@@ -8,8 +8,8 @@ use pyo3::types::{PyRange, PyTuple};
 
 /// Which heads and layers of the model a rank holds. Frozen; equal shards hash alike; pickles.
 ///
-/// Tensor-parallel ranks split the KV heads into blocks, or share a head where there are more ranks than heads;
-/// pipeline-parallel ranks hold blocks of consecutive layers.
+/// Tensor-parallel ranks split the KV heads into blocks, or share a head where there are more ranks than
+/// heads; pipeline-parallel ranks hold blocks of consecutive layers.
 ///
 /// Raises `BadArgument` for a rank that is not below its size.
 ///

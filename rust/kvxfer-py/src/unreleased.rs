@@ -3,8 +3,8 @@
 use kvxfer_proto::node;
 use pyo3::prelude::*;
 
-/// A room whose pages may still be written or read by a peer, as `Agent.close` reports it. The agent's memory is kept
-/// for as long as the process lives.
+/// A room whose pages may still be written or read by a peer, as `Agent.close` reports it. The agent's memory
+/// is kept for as long as the process lives.
 #[pyclass(frozen, eq, get_all, module = "kvxfer")]
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Unreleased {

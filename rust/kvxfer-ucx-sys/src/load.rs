@@ -420,7 +420,9 @@ mod tests {
         // One test, in this order: once a UCX is in the process, other names are refused for that reason.
         let missing = Path::new("/nonexistent/libucp.so.0");
         let err = Library::find(Some(missing), None).expect_err("a library that is not there was found");
-        assert!(matches!(&err, LoadError::NotFound { tried } if tried.len() == 1 && tried[0].what == missing));
+        assert!(
+            matches!(&err, LoadError::NotFound { tried } if tried.len() == 1 && tried[0].what == missing)
+        );
         let text = err.to_string();
         assert!(text.contains("/nonexistent/libucp.so.0") && text.contains(ENV_LIBRARY), "{text}");
         let err = Library::find(Some(Path::new("libm.so.6")), None).expect_err("libm is not UCX");

@@ -157,14 +157,7 @@ impl Conn {
         self.finishing.clone().filter(|_| self.written == self.out.len() && !self.connecting)
     }
 
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        match &self.stream {
-            Some(s) => s.as_fd(),
-            None => rustix::stdio::stdin(),
-        }
-    }
-
-    pub(super) fn fd_if_open(&self) -> Option<BorrowedFd<'_>> {
+    pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.stream.as_ref().map(AsFd::as_fd)
     }
 

@@ -45,7 +45,6 @@ pub(crate) enum ControlEvent {
 }
 
 /// All connections of an agent.
-#[derive(Debug)]
 pub(crate) struct Control {
     epoll: OwnedFd,
     listener: TcpListener,
@@ -176,7 +175,8 @@ impl Control {
                 out.push(ControlEvent::Closed { conn: id, kind, established, reason });
             } else if let Some(flags) = conn.interest_changed() {
                 let data = epoll::EventData::new_u64(id.0);
-                if let Err(e) = epoll::modify(&self.epoll, conn.fd(), data, flags) {
+                let changed = conn.fd().map(|fd| epoll::modify(&self.epoll, fd, data, flags));
+                if let Some(Err(e)) = changed {
                     conn.fail(Reason::new(ReasonKind::Internal, format!("epoll_ctl failed: {e}")));
                     self.touched.push(id);
                 }
@@ -235,7 +235,7 @@ impl Control {
     fn add(&mut self, conn: Conn) {
         let id = conn.id;
         let flags = conn.interest();
-        if let Some(fd) = conn.fd_if_open()
+        if let Some(fd) = conn.fd()
             && epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id.0), flags).is_err()
         {
             self.bad_connections += 1;
@@ -274,7 +274,7 @@ impl Control {
                 Ok(addresses) => conn.connect(&addresses),
                 Err(why) => conn.fail(Reason::new(ReasonKind::PeerLost, why)),
             }
-            if let Some(fd) = conn.fd_if_open() {
+            if let Some(fd) = conn.fd() {
                 let added = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id.0), conn.interest());
                 if let Err(e) = added {
                     conn.fail(Reason::new(ReasonKind::Internal, format!("epoll_ctl failed: {e}")));

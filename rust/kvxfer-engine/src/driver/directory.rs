@@ -5,13 +5,16 @@ use super::{Driver, Retry};
 use crate::address::{DEFAULT_PORT, HostPort};
 use crate::control::{ConnId, ConnKind};
 use kvxfer_proto::msg::{Entries, Entry, Frame, Lookup, Msg};
-use kvxfer_proto::node::{Direction, PeerKey, RankInfo, Source};
-use kvxfer_proto::{Incarnation, Reason, ReasonKind, SessionNo, Side, Time};
+use kvxfer_proto::node::{Direction, PeerKey, RankInfo, Resolving, Source};
+use kvxfer_proto::{Reason, ReasonKind, SessionNo, Side, Time};
 use std::collections::HashMap;
 use std::net::SocketAddr;
 
 /// Ranks that may be registered.
 const MAX_ENTRIES: usize = 4096;
+
+/// Times that a directory is asked only to tell its ranks of rooms that have ended; some 5 s in all.
+const TRIES_TO_TELL: u32 = 12;
 
 /// What the directory part of an agent knows.
 #[derive(Debug, Default)]
@@ -44,7 +47,13 @@ impl Driver {
 
     /// Asks a source's directory for its ranks.
     pub(super) fn resolve(&mut self, now: Time, source: &Source) {
-        if !self.node.is_resolving(source) {
+        let tries = self.attempts.get(&Retry::Resolve(source.clone())).copied().unwrap_or(0);
+        let go_on = match self.node.resolving(source) {
+            Some(Resolving::RoomsWait) => true,
+            Some(Resolving::OnlyToTell) => tries < TRIES_TO_TELL,
+            None => false,
+        };
+        if !go_on {
             self.node.handle_resolve_stopped(source);
             self.attempts.remove(&Retry::Resolve(source.clone()));
             return;
@@ -208,7 +217,7 @@ fn ranks_of(source: &Source, m: Entries) -> Result<Vec<Entry>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvxfer_proto::Shard;
+    use kvxfer_proto::{Incarnation, Shard};
 
     fn entry(engine: &str, dp: u32, tp_rank: u32, tp_size: u32) -> Entry {
         Entry {

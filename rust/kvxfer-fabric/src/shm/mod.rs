@@ -47,7 +47,7 @@ use pool::Mapping;
 use reader::{Attach, Step};
 use source::{Exports, Note, Source};
 use std::collections::{BTreeMap, VecDeque};
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use wire::{Entry, Place};
 
@@ -603,8 +603,8 @@ impl Fabric for ShmFabric {
         moved
     }
 
-    fn event_fd(&self) -> Option<RawFd> {
-        Some(self.poller.raw_fd())
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.poller.fd())
     }
 
     fn arm(&mut self) -> bool {

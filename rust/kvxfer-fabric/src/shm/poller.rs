@@ -4,7 +4,7 @@ use super::os_error;
 use crate::FabricError;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// How long to wait before what failed for want of room is tried again.
 const RETRY_NS: i64 = 2_000_000;
@@ -72,8 +72,8 @@ impl Poller {
         Ok(poller)
     }
 
-    pub(crate) fn raw_fd(&self) -> RawFd {
-        self.epoll.as_raw_fd()
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
     }
 
     /// Watches for input and for the end.

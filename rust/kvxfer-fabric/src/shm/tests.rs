@@ -76,12 +76,10 @@ fn drive(nodes: &mut [&mut Node], done: impl Fn(&[&mut Node]) -> bool) {
             nodes.iter().map(|n| n.events.clone()).collect::<Vec<_>>()
         );
         if nodes.iter_mut().all(|n| n.fabric.arm()) {
-            let fds: Vec<RawFd> = nodes.iter().map(|n| n.fabric.event_fd().unwrap()).collect();
-            // SAFETY: the fabrics live and keep their descriptors open.
-            let fds: Vec<BorrowedFd<'_>> =
-                fds.into_iter().map(|fd| unsafe { BorrowedFd::borrow_raw(fd) }).collect();
-            let mut fds: Vec<PollFd<'_>> =
-                fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+            let mut fds: Vec<PollFd<'_>> = nodes
+                .iter()
+                .map(|n| PollFd::from_borrowed_fd(n.fabric.event_fd().unwrap(), PollFlags::IN))
+                .collect();
             poll(&mut fds, Some(&Timespec { tv_sec: 5, tv_nsec: 0 })).unwrap();
         }
     }

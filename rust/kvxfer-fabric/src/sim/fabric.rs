@@ -2,7 +2,7 @@
 
 use super::{NodeId, SimNet};
 use crate::{Completion, EndRole, EpId, Fabric, FabricError, Mover, Piece};
-use std::os::fd::RawFd;
+use std::os::fd::BorrowedFd;
 
 const MAGIC: [u8; 4] = *b"kvsi";
 const VERSION: u8 = 1;
@@ -119,7 +119,7 @@ impl Fabric for SimFabric {
         self.net.world().progress((self.node, self.life), out)
     }
 
-    fn event_fd(&self) -> Option<RawFd> {
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 

@@ -154,10 +154,9 @@ struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     fn take(&mut self, n: usize, what: &str) -> Result<&'a [u8], FabricError> {
-        let (head, rest) = self
-            .rest
-            .split_at_checked(n)
-            .ok_or_else(|| bad(format!("it ends in its {what}: {n} bytes wanted, {} left", self.rest.len())))?;
+        let (head, rest) = self.rest.split_at_checked(n).ok_or_else(|| {
+            bad(format!("it ends in its {what}: {n} bytes wanted, {} left", self.rest.len()))
+        })?;
         self.rest = rest;
         Ok(head)
     }

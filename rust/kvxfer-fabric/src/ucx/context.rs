@@ -13,20 +13,59 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// passed over.
 pub const DEFAULT_TLS: &str = "self,posix,tcp,rc,dc,ud,cuda";
 
-/// Settings over UCX's own defaults. A key that the user set in the environment (`UCX_` before it) is left alone.
-/// The number is the first minor version of UCX 1 that knows the key: an older one warns about it.
-const SETTINGS: [(&str, &str, u32); 6] = [
+/// A setting over UCX's own default, unless the user set the variable in the environment.
+struct Setting {
+    /// The user's variable, without `UCX_`.
+    variable: &'static str,
+    /// The name that ucp_config_modify takes, and the first minor version of UCX 1 with which it does.
+    keys: &'static [(u32, &'static str)],
+    value: &'static str,
+    /// The transports that read it (none: UCX itself does). UCX 1.13 warns when none of them is in use.
+    readers: &'static [&'static str],
+}
+
+impl Setting {
+    const fn new(
+        variable: &'static str,
+        keys: &'static [(u32, &'static str)],
+        value: &'static str,
+        readers: &'static [&'static str],
+    ) -> Self {
+        Self { variable, keys, value, readers }
+    }
+
+    fn is_read(&self, tls: &str) -> bool {
+        let any = |t: &str| t.starts_with('^') || t == "all" || self.readers.contains(&t);
+        self.readers.is_empty() || tls.split(',').any(any)
+    }
+}
+
+/// UCX 1.13 names a transport's settings without the transport; later versions refuse that.
+const RENAMED: u32 = 14;
+
+const SETTINGS: [Setting; 6] = [
     // With peer error handling, any other threshold makes UCX emulate puts with active messages.
-    ("RNDV_THRESH", "inf", 13),
+    Setting::new("RNDV_THRESH", &[(0, "RNDV_THRESH")], "inf", &[]),
     // Without these, shared memory is not used where peer error handling is asked for.
-    ("POSIX_ERROR_HANDLING", "y", 14),
-    ("SYSV_ERROR_HANDLING", "y", 14),
-    // TCP's own put cannot be fenced, see fence::TCP_PUT.
-    ("TCP_PUT_ENABLE", "n", 13),
+    Setting::new(
+        "POSIX_ERROR_HANDLING",
+        &[(0, "MM_ERROR_HANDLING"), (RENAMED, "POSIX_ERROR_HANDLING")],
+        "y",
+        &["posix", "sysv", "shm", "sm", "mm"],
+    ),
+    Setting::new(
+        "SYSV_ERROR_HANDLING",
+        &[(RENAMED, "SYSV_ERROR_HANDLING")],
+        "y",
+        &["sysv", "shm", "sm", "mm"],
+    ),
+    // TCP's own put cannot be fenced, see fence::TCP_PUT. It is no faster for pages, and where UCX has it, it also
+    // prefers it to shared memory for targets that it did not allocate.
+    Setting::new("TCP_PUT_ENABLE", &[(0, "PUT_ENABLE"), (RENAMED, "TCP_PUT_ENABLE")], "n", &["tcp"]),
     // A dead peer behind shared memory is only noticed by these probes; UCX's own default is 20 s.
-    ("KEEPALIVE_INTERVAL", "1s", 13),
+    Setting::new("KEEPALIVE_INTERVAL", &[(0, "KEEPALIVE_INTERVAL")], "1s", &[]),
     // Names of transports in DEFAULT_TLS that this build lacks are no reason for a warning.
-    ("WARN_INVALID_CONFIG", "n", 13),
+    Setting::new("WARN_INVALID_CONFIG", &[(0, "WARN_INVALID_CONFIG")], "n", &[]),
 ];
 
 /// How to set UCX up.
@@ -49,7 +88,7 @@ pub(super) struct Shared {
 impl Shared {
     /// Whether UCX may use TCP's own put (the user's setting stands).
     pub(super) fn tcp_puts(&self) -> bool {
-        !self.settings.iter().any(|s| s == "TCP_PUT_ENABLE=n")
+        !self.settings.iter().any(|s| s.ends_with("PUT_ENABLE=n"))
             && !std::env::var("UCX_TCP_PUT_ENABLE").is_ok_and(|v| matches!(v.as_str(), "n" | "no" | "0"))
     }
 }
@@ -65,8 +104,9 @@ pub(super) fn shared(options: &UcxOptions) -> Result<Arc<Shared>, FabricError> {
     }
     let lib = Library::load(options.wheel_dir.as_deref())
         .map_err(|e| FabricError::Unavailable { fabric: "ucx", why: e.to_string() })?;
-    let user_set = |key: &str| std::env::var_os(format!("UCX_{key}")).is_some();
-    let settings = wanted(options.tls.as_deref(), lib.version().minor, user_set);
+    let user = |key: &str| std::env::var(format!("UCX_{key}")).ok();
+    let settings = wanted(options.tls.as_deref(), lib.version().minor, user);
+    let settings: Vec<(&str, &str)> = settings.iter().map(|(key, value)| (*key, value.as_str())).collect();
     let (context, settings) = Context::new(lib, &settings)?;
     tracing::debug!(library = ?lib, ?settings, "UCX context made");
     let shared = Arc::new(Shared { context: Arc::new(context), settings });
@@ -80,16 +120,23 @@ pub(super) fn quiet_context(lib: &'static Library, tls: &str) -> Result<Context,
 }
 
 /// The settings to apply, less those that the user made.
-fn wanted(tls: Option<&str>, minor: u32, user_set: impl Fn(&str) -> bool) -> Vec<(&str, &str)> {
-    let mut out: Vec<(&str, &str)> = SETTINGS
+fn wanted(
+    tls: Option<&str>,
+    minor: u32,
+    user: impl Fn(&str) -> Option<String>,
+) -> Vec<(&'static str, String)> {
+    let users_tls = user("TLS");
+    let in_use = tls.or(users_tls.as_deref()).unwrap_or(DEFAULT_TLS);
+    let mut out: Vec<(&'static str, String)> = SETTINGS
         .iter()
-        .filter(|(key, _, since)| *since <= minor && !user_set(key))
-        .map(|(key, value, _)| (*key, *value))
+        .filter(|s| s.is_read(in_use) && user(s.variable).is_none())
+        .filter_map(|s| {
+            let key = s.keys.iter().rev().find(|(since, _)| *since <= minor)?;
+            Some((key.1, s.value.to_owned()))
+        })
         .collect();
-    match tls {
-        Some(tls) => out.push(("TLS", tls)),
-        None if user_set("TLS") => {}
-        None => out.push(("TLS", DEFAULT_TLS)),
+    if tls.is_some() || users_tls.is_none() {
+        out.push(("TLS", in_use.to_owned()));
     }
     out
 }
@@ -139,14 +186,32 @@ impl Backing for UcxPool {
 mod tests {
     use super::*;
 
+    fn has(settings: &[(&'static str, String)], key: &str, value: &str) -> bool {
+        settings.iter().any(|(k, v)| *k == key && v == value)
+    }
+
     #[test]
     fn the_users_settings_stand() {
-        let all = wanted(None, 22, |_| false);
-        assert!(all.contains(&("RNDV_THRESH", "inf")) && all.contains(&("TLS", DEFAULT_TLS)));
-        let some = wanted(None, 22, |key| key == "RNDV_THRESH" || key == "TLS");
+        let all = wanted(None, 22, |_| None);
+        assert!(has(&all, "RNDV_THRESH", "inf") && has(&all, "TLS", DEFAULT_TLS), "{all:?}");
+        let user = |key: &str| match key {
+            "RNDV_THRESH" => Some("8k".to_owned()),
+            "TLS" => Some("posix".to_owned()),
+            _ => None,
+        };
+        let some = wanted(None, 22, user);
         assert!(!some.iter().any(|(key, _)| *key == "RNDV_THRESH" || *key == "TLS"), "{some:?}");
-        assert!(some.contains(&("POSIX_ERROR_HANDLING", "y")));
-        assert!(!wanted(None, 13, |_| false).iter().any(|(key, _)| *key == "POSIX_ERROR_HANDLING"));
-        assert!(wanted(Some("tcp"), 22, |_| true).contains(&("TLS", "tcp")));
+        assert!(has(&some, "POSIX_ERROR_HANDLING", "y") && !has(&some, "TCP_PUT_ENABLE", "n"), "{some:?}");
+        // What the caller asks for goes over what the environment says.
+        assert!(has(&wanted(Some("tcp"), 22, user), "TLS", "tcp"));
+    }
+
+    #[test]
+    fn old_versions_get_the_names_they_know() {
+        let old = wanted(None, 13, |_| None);
+        assert!(has(&old, "MM_ERROR_HANDLING", "y") && has(&old, "PUT_ENABLE", "n"), "{old:?}");
+        assert!(!old.iter().any(|(key, _)| key.starts_with("POSIX") || key.starts_with("SYSV")), "{old:?}");
+        let tcp = wanted(Some("tcp"), 13, |_| None);
+        assert!(!has(&tcp, "MM_ERROR_HANDLING", "y") && has(&tcp, "PUT_ENABLE", "n"), "{tcp:?}");
     }
 }

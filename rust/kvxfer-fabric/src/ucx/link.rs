@@ -3,7 +3,8 @@
 use super::blob::{self, Blob};
 use super::fence;
 use super::note::{self, Body, Note};
-use super::safe::{self, Closing, Endpoint, ErrorCell, Request, Rkey};
+use super::safe;
+use super::worker::{Closing, Endpoint, ErrorCell, Request, Rkey};
 use super::{Registered, UcxFabric};
 use crate::{Completion, EndRole, EpId, FabricError};
 use kvxfer_ucx_sys::bindings::UCS_OK;
@@ -223,7 +224,9 @@ impl UcxFabric {
         self.next_token += 1;
         self.peers.entry(blob.fabric).or_default();
         let started = match role {
-            EndRole::Active => self.import(&mut link, blob, remote_lens).and_then(|()| self.warm(&mut link, blob)),
+            EndRole::Active => {
+                self.import(&mut link, blob, remote_lens).and_then(|()| self.warm(&mut link, blob))
+            }
             EndRole::Passive => Ok(()),
         };
         if let Err(error) = started {
@@ -408,8 +411,11 @@ impl UcxFabric {
                     },
                 };
                 link.flushes.pop_front();
-                let result =
-                    if status == UCS_OK { Ok(()) } else { Err(safe::failed(lib, "ucp_ep_flush_nbx", status)) };
+                let result = if status == UCS_OK {
+                    Ok(())
+                } else {
+                    Err(safe::failed(lib, "ucp_ep_flush_nbx", status))
+                };
                 self.out.push(Completion::Flushed { ep, ticket, result });
             }
             if let State::Broken { error, reported: reported @ false } = &mut link.state {
@@ -473,7 +479,8 @@ impl UcxFabric {
         let raw = end.endpoint.raw().addr();
         if let Some(p) = self.peers.get_mut(&peer) {
             p.transports.extend(end.endpoint.transports());
-            let (gone, kept) = std::mem::take(&mut p.hellos).into_iter().partition(|(_, reply)| *reply == raw);
+            let (gone, kept) =
+                std::mem::take(&mut p.hellos).into_iter().partition(|(_, reply)| *reply == raw);
             p.hellos = kept;
             let gone: Vec<(u64, usize)> = gone;
             for (token, _) in gone {
@@ -501,7 +508,10 @@ impl UcxFabric {
         let siblings: Vec<EpId> =
             self.links.iter().filter(|(_, l)| l.peer == peer && l.end.is_some()).map(|(ep, _)| *ep).collect();
         for sibling in siblings {
-            self.break_link(sibling, FabricError::Closed(format!("endpoint {} to the same peer was fenced", ep.0)));
+            self.break_link(
+                sibling,
+                FabricError::Closed(format!("endpoint {} to the same peer was fenced", ep.0)),
+            );
         }
         self.parked.retain(|p| p.note.from != peer);
         self.fences.push(FenceJob { ep, ticket, peer });
@@ -519,8 +529,11 @@ impl UcxFabric {
                 let Some(status) = status else {
                     return true;
                 };
-                let result =
-                    if status == UCS_OK { Ok(()) } else { Err(safe::failed(lib, "ucp_ep_flush_nbx", status)) };
+                let result = if status == UCS_OK {
+                    Ok(())
+                } else {
+                    Err(safe::failed(lib, "ucp_ep_flush_nbx", status))
+                };
                 out.push(Completion::Flushed { ep: *ep, ticket: *ticket, result });
                 false
             });

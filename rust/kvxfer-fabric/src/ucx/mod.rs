@@ -11,6 +11,7 @@ mod link;
 mod note;
 mod probe;
 mod safe;
+mod worker;
 
 pub use context::{DEFAULT_TLS, UcxOptions, UcxPool};
 pub use probe::{OneSided, ProbeTarget, ProbeWriter, UcxReport, one_sided_probe, probe};
@@ -19,12 +20,13 @@ use crate::{Completion, EndRole, EpId, Fabric, FabricError, MemKind, Mover, Piec
 use blob::{Blob, MemDesc, RegionDesc};
 use context::Shared;
 use link::{Ending, FenceJob, Link, Peer};
-use safe::{ErrorCell, Mem, PutParams, Request, Rkey, Worker};
+use safe::Mem;
 use std::collections::BTreeMap;
-use std::os::fd::RawFd;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use worker::{ErrorCell, PutParams, Request, Rkey, Worker};
 
 /// Puts between two looks at the worker, so that what waits in UCX stays bounded.
 const PUTS_PER_PROGRESS: usize = 64;
@@ -71,6 +73,7 @@ pub struct UcxFabric {
     /// Keys that a cancelled put may still name.
     old_keys: Vec<Rkey>,
     worker: Rc<Worker>,
+    #[allow(clippy::vec_box)] // UCX holds the addresses of the boxes' insides
     old_cells: Vec<Box<ErrorCell>>,
     params: PutParams,
     locals: Vec<Local>,
@@ -111,8 +114,7 @@ impl UcxFabric {
         mems.push(Registered::Own(Mem::alloc(&shared.context, SCRATCH_BYTES)?));
         let scratch = mems.len() - 1;
         let mut id = [0; 16];
-        getrandom::fill(&mut id)
-            .map_err(|e| FabricError::Os { call: "getrandom", why: e.to_string() })?;
+        getrandom::fill(&mut id).map_err(|e| FabricError::Os { call: "getrandom", why: e.to_string() })?;
         let id = u128::from_le_bytes(id);
         let blob = describe(&worker, id, &mems, &locals)?;
         Ok(Self {
@@ -151,6 +153,13 @@ impl UcxFabric {
     /// Number of registrations made, without the pools' own.
     pub fn registrations(&self) -> usize {
         self.mems.iter().filter(|m| matches!(m, Registered::Own(_))).count()
+    }
+
+    /// Whether the peer's UCX speaks as ours does. UCX's messages change between minor versions: 1.13 crashes at what
+    /// 1.22 sends.
+    fn same_ucx(&self, peer: &Blob) -> bool {
+        let ours = self.worker.lib().version();
+        (peer.ucx.major, peer.ucx.minor) == (ours.major, ours.minor)
     }
 
     fn find(&mut self, ep: EpId) -> Result<&mut Link, FabricError> {
@@ -292,9 +301,7 @@ impl Fabric for UcxFabric {
                 tls.split(',').all(|t| matches!(t, "self" | "posix" | "sysv" | "cma" | "shm" | "sm"))
             })
         });
-        peer.ucx.major == self.worker.lib().version().major
-            && (!local_only || peer.host == boot_id())
-            && peer.fabric != self.id
+        self.same_ucx(&peer) && (!local_only || peer.host == boot_id()) && peer.fabric != self.id
     }
 
     fn connect(
@@ -308,6 +315,17 @@ impl Fabric for UcxFabric {
             return Err(FabricError::Os { call: "connect", why: format!("endpoint {} is taken", ep.0) });
         }
         let blob = Blob::decode(blob)?;
+        if !self.same_ucx(&blob) {
+            return Err(FabricError::BadBlob {
+                what: "ucx address",
+                why: format!(
+                    "the peer has UCX {} and this side {}, and these two may not understand each other; install the \
+                     same minor version on both",
+                    blob.ucx,
+                    self.worker.lib().version()
+                ),
+            });
+        }
         if blob.regions.len() != remote_lens.len() {
             return Err(FabricError::BadBlob {
                 what: "ucx address",
@@ -347,7 +365,8 @@ impl Fabric for UcxFabric {
             }
             // SAFETY: the piece lies in a region, whose memory its owner keeps (RegionSpan's contract) and which lies
             // in `mem`; the key is this endpoint's and is kept until nothing can use it.
-            let put = unsafe { end.endpoint.put(mem, from, len, base + piece.dst_off, key, &mut self.params) };
+            let put =
+                unsafe { end.endpoint.put(mem, from, len, base + piece.dst_off, key, &mut self.params) };
             if let Err(error) = put {
                 link.break_with(error.clone());
                 return Err(error);
@@ -394,8 +413,10 @@ impl Fabric for UcxFabric {
         moved
     }
 
-    fn event_fd(&self) -> Option<RawFd> {
-        self.event_fd
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+        // SAFETY: the descriptor belongs to the worker, which this fabric owns and drops last; the borrow cannot outlive
+        // the fabric.
+        self.event_fd.map(|fd| unsafe { BorrowedFd::borrow_raw(fd) })
     }
 
     fn arm(&mut self) -> bool {
@@ -452,7 +473,13 @@ mod tests {
         assert!(!ok(1, 0, 1) && !ok(2, 0, 0) && !ok(u32::MAX, 0, 1));
         assert_eq!(
             check_bounds("remote", 0, 4000, 100, lens),
-            Err(FabricError::OutOfBounds { side: "remote", region: 0, offset: 4000, len: 100, region_len: 4096 })
+            Err(FabricError::OutOfBounds {
+                side: "remote",
+                region: 0,
+                offset: 4000,
+                len: 100,
+                region_len: 4096
+            })
         );
     }
 }

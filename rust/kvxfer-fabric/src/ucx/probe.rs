@@ -1,7 +1,7 @@
 //! What the UCX of this host can do, found out by trying.
 
-use super::context::{UcxOptions, UcxPool, quiet_context};
 use super::UcxFabric;
+use super::context::{UcxOptions, UcxPool, quiet_context};
 use crate::{Backing, Completion, EndRole, EpId, Fabric, FabricError, MemKind, Piece, RegionSpan};
 use kvxfer_ucx_sys::{Library, Version};
 use std::collections::BTreeSet;
@@ -222,7 +222,9 @@ impl ProbeWriter {
         for completion in out {
             match completion {
                 Completion::Connected { .. } => self.connected = true,
-                Completion::ConnectFailed { error, .. } | Completion::Broken { error, .. } => return Err(error),
+                Completion::ConnectFailed { error, .. } | Completion::Broken { error, .. } => {
+                    return Err(error);
+                }
                 _ => {}
             }
         }

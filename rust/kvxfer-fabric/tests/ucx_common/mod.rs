@@ -1,5 +1,5 @@
 //! Two processes with a UCX fabric each: the test binary runs itself once more as the peer.
-#![allow(dead_code, missing_docs, clippy::print_stderr)]
+#![allow(dead_code)] // each test binary uses a part of it
 
 use kvxfer_fabric::ucx::{UcxFabric, UcxOptions, UcxPool};
 use kvxfer_fabric::{Backing, Completion, EndRole, EpId, Fabric, FabricError, MemKind, RegionSpan};
@@ -66,7 +66,7 @@ impl Drop for Peer {
 }
 
 /// Starts this binary again, to run only its test `peer_process`.
-pub fn spawn(job: &str, tls: &str, bytes: usize, env: &[(&str, &str)]) -> Peer {
+pub fn spawn(job: &str, tls: &str, bytes: usize) -> Peer {
     let dir = tempfile::tempdir().expect("folder");
     let path = dir.path().join("s");
     let listener = UnixListener::bind(&path).expect("socket");
@@ -77,7 +77,6 @@ pub fn spawn(job: &str, tls: &str, bytes: usize, env: &[(&str, &str)]) -> Peer {
         .env(JOB, job)
         .env(TLS, tls)
         .env(BYTES, bytes.to_string())
-        .envs(env.iter().copied())
         .stdout(std::process::Stdio::null());
     let child = command.spawn().expect("own binary starts");
     let (stream, _) = listener.accept().expect("peer connects");
@@ -129,12 +128,7 @@ impl Node {
                 kind: MemKind::Host,
                 backing: Some(Arc::clone(&pool)),
             },
-            RegionSpan {
-                addr: plain.as_ptr() as u64,
-                len: bytes as u64,
-                kind: MemKind::Host,
-                backing: None,
-            },
+            RegionSpan { addr: plain.as_ptr() as u64, len: bytes as u64, kind: MemKind::Host, backing: None },
         ];
         let fabric = UcxFabric::new(&spans, &options).expect("fabric");
         let node = Self { fabric, pool, plain, bytes, seen: Vec::new() };

@@ -19,6 +19,7 @@ mod types;
 
 pub use coverage::{CoverError, Coverage, area, intersect};
 pub use pages::PageBook;
+pub use sources::Resolving;
 pub use types::{
     Action, Config, Counters, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Expect, Gauges, Mover,
     PeerKey, Push, RankInfo, RoomStats, SessionUp, Source, Stage, Unreleased,

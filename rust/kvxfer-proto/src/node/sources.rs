@@ -25,6 +25,15 @@ pub(super) struct SourceState {
     asked: bool,
 }
 
+/// Why a directory is still asked.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Resolving {
+    /// Rooms wait for its answer: keep trying.
+    RoomsWait,
+    /// Rooms that have ended are to be told to its ranks: worth a few tries.
+    OnlyToTell,
+}
+
 /// Ended rooms remembered per unresolved source.
 const ENDED_LIMIT: usize = 4096;
 
@@ -52,16 +61,22 @@ impl Node {
         }
     }
 
-    /// Whether a room still waits for this directory; the driver keeps asking while it does.
+    /// Why this directory is still to be asked, if it is.
     #[must_use]
-    pub fn is_resolving(&self, source: &Source) -> bool {
-        self.sources.get(source).is_some_and(|s| s.asked && !s.waiting.is_empty())
+    pub fn resolving(&self, source: &Source) -> Option<Resolving> {
+        let state = self.sources.get(source).filter(|s| s.asked)?;
+        match (state.waiting.is_empty(), state.ended.is_empty()) {
+            (false, _) => Some(Resolving::RoomsWait),
+            (true, false) => Some(Resolving::OnlyToTell),
+            (true, true) => None,
+        }
     }
 
     /// Forgets an unanswered question; the next room asks again.
     pub fn handle_resolve_stopped(&mut self, source: &Source) {
         if let Some(state) = self.sources.get_mut(source) {
             state.asked = false;
+            state.ended.clear();
         }
     }
 

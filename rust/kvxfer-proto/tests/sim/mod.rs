@@ -4,7 +4,7 @@
 //! frames keep their order within a session only, writes land some time after they were posted, and every write
 //! that lands is checked against the receiver's page book.
 
-#![allow(dead_code, clippy::cast_possible_truncation, clippy::arithmetic_side_effects)]
+#![allow(dead_code, unreachable_pub, clippy::cast_possible_truncation, clippy::arithmetic_side_effects)]
 
 use kvxfer_proto::msg::Frame;
 use kvxfer_proto::node::{

@@ -1,0 +1,340 @@
+"""Types of the compiled half of kvxfer. Its documentation is in the extension: `help(kvxfer.PageLayout)`."""
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any, Literal, TypeAlias, final
+
+import numpy as np
+from typing_extensions import Self
+
+_Ids: TypeAlias = Any  # list, tuple or range of int, or a 1-D integer array (numpy, torch on the CPU)
+_Layouts: TypeAlias = PageLayout | Sequence[PageLayout]
+_Layers: TypeAlias = range | tuple[int, int]
+_Counts: TypeAlias = int | Sequence[int]
+
+__version__: str
+
+def new_room() -> int:
+    """A random room: 63 bits, one for each request's hand-off."""
+
+def plan_transfer(
+    src: tuple[_Layouts, Shard],
+    dst: tuple[_Layouts, Shard],
+    *,
+    src_pages: _Ids,
+    dst_pages: _Ids,
+    tokens: int,
+    start: int = 0,
+    src_start: int = 0,
+    dst_start: int | None = None,
+    layers: _Layers | None = None,
+    src_page_count: _Counts | None = None,
+    dst_page_count: _Counts | None = None,
+) -> Plan:
+    """The writes that carry tokens `start` to `start + tokens` from source pages to destination pages."""
+
+def _after_fork_in_child() -> None: ...
+
+@final
+class PageLayout:
+    """How one page of a layer group lies in memory."""
+
+    def __new__(
+        cls,
+        *,
+        layers: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        page_tokens: int = 16,
+        dtype: object = None,
+        order: str = "HND",
+        kind: str = "kv",
+    ) -> Self: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def order(self) -> Literal["HND", "NHD"]: ...
+    @property
+    def kind(self) -> Literal["kv", "fused", "latent"]: ...
+    @property
+    def item_bytes(self) -> int: ...
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+    def page_bytes(self, shard: Shard) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]: ...
+
+@final
+class Shard:
+    """Which heads and layers of the model a rank holds."""
+
+    def __new__(cls, tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> Self: ...
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def pp_rank(self) -> int: ...
+    @property
+    def pp_size(self) -> int: ...
+    def layers(self, layout: PageLayout) -> range: ...
+    def heads(self, layout: PageLayout) -> range: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __getnewargs__(self) -> tuple[int, int, int, int]: ...
+
+@final
+class Plan:
+    """The writes that carry a range of tokens from one rank's pages to another's."""
+
+    @property
+    def ops(self) -> np.ndarray[tuple[int], np.dtype[np.void]]: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def src_regions(self) -> tuple[tuple[int, int, str], ...]: ...
+    @property
+    def dst_regions(self) -> tuple[tuple[int, int, str], ...]: ...
+    def __len__(self) -> int: ...
+
+@final
+class Allocation:
+    """Zeroed memory that a fabric likes; freed when the last view of it is gone."""
+
+    def __new__(
+        cls,
+        nbytes: int,
+        fabric: str = "auto",
+        *,
+        ucx_tls: str | None = None,
+        ucx_wheel_dir: str | PathLike[str] | None = None,
+    ) -> Self: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def fabric(self) -> str: ...
+    def span(self, offset: int, shape: Sequence[int], typestr: str) -> Span: ...
+
+@final
+class Span:
+    """A piece of an `Allocation` that `numpy.asarray` takes without a copy."""
+
+    @property
+    def allocation(self) -> Allocation: ...
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+
+@final
+class Push:
+    """One push of one room: what `Agent.retract` takes and `Event.push` names."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def room(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class RoomStats:
+    """Time and bytes of one room on this side, by stage."""
+
+    @property
+    def bootstrap_us(self) -> int: ...
+    @property
+    def waiting_us(self) -> int: ...
+    @property
+    def transfer_us(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def writes(self) -> int: ...
+    @property
+    def first_write_at_us(self) -> int: ...
+    @property
+    def at_us(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class Event:
+    """Something that happened to a room."""
+
+    @property
+    def room(self) -> int: ...
+    @property
+    def state(self) -> Literal["Success", "Failed", "Released", "Retracted"]: ...
+    @property
+    def released(self) -> bool: ...
+    @property
+    def push(self) -> Push | None: ...
+    @property
+    def error(self) -> Exception | None: ...
+    @property
+    def meta(self) -> bytes | None: ...
+    @property
+    def stats(self) -> RoomStats: ...
+
+@final
+class Unreleased:
+    """A room whose pages may still be written or read by a peer."""
+
+    @property
+    def room(self) -> int: ...
+    @property
+    def pages(self) -> list[list[int]]: ...
+    @property
+    def peers(self) -> list[str]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class Watch:
+    """Sees one room's end, even if `poll` takes it."""
+
+    @property
+    def room(self) -> int: ...
+    def event(self) -> Event | None: ...
+
+@final
+class Waiter:
+    """A descriptor that is readable after each room's end, until `clear`."""
+
+    def fileno(self) -> int: ...
+    def clear(self) -> None: ...
+
+class Agent:
+    """The compiled half of `kvxfer.Agent`, which prepares the arguments; use that one."""
+
+    def __new__(
+        cls,
+        name: str,
+        layout: _Layouts,
+        shard: Shard,
+        regions: Sequence[tuple[int, int, Allocation | None]],
+        pages: Sequence[int],
+        owner: object,
+        *,
+        listen: str = "127.0.0.1:0",
+        directory: str | None = None,
+        engine: str | None = None,
+        dp_rank: int = 0,
+        role: str = "both",
+        model: str | None = None,
+        fabric: str = "auto",
+        secret: bytes | None = None,
+        cpu: int | None = None,
+        queue_capacity: int = 4096,
+        spin_us: int = 50,
+        ucx_tls: str | None = None,
+        ucx_wheel_dir: str | PathLike[str] | None = None,
+        heartbeat: float | None = None,
+        suspect_after: float | None = None,
+        fence_after: float | None = None,
+        quarantine_limit: int | None = None,
+        slice_bytes: int | None = None,
+    ) -> Self: ...
+    @property
+    def name(self) -> str:
+        """Name, for people."""
+
+    @property
+    def address(self) -> str:
+        """Control address, `"host:port"`."""
+
+    @property
+    def fabrics(self) -> tuple[str, ...]:
+        """Names of the fabrics that it offers, best first."""
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Registered pages of each group."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+
+    def expect(
+        self,
+        room: int,
+        pages: _Ids,
+        *,
+        tokens: int,
+        start: int = 0,
+        source: str,
+        source_dp_rank: int = 0,
+        timeout: float | None = 300.0,
+        bootstrap_timeout: float | None = 300.0,
+        verify: str | None = None,
+    ) -> None:
+        """Grants pages to the prefill engine at `source`, which may write them until the room's released
+        event.
+        """
+
+    def open(
+        self, room: int, *, timeout: float | None = 300.0, bootstrap_timeout: float | None = 300.0
+    ) -> None:
+        """Gets a room's peers in contact before there is anything to push."""
+
+    def push(
+        self,
+        room: int,
+        pages: _Ids,
+        *,
+        start: int = 0,
+        tokens: int,
+        layers: _Layers | None = None,
+        event: object = None,
+        last: bool = True,
+        meta: bytes | bytearray | None = None,
+        timeout: float | None = 300.0,
+        bootstrap_timeout: float | None = 300.0,
+    ) -> Push:
+        """Orders tokens `start` to `start + tokens` of a room to be delivered out of `pages`."""
+
+    def retract(self, push: Push) -> None:
+        """Takes a push's pages back; a `"Retracted"` event says when they are free."""
+
+    def cancel(self, room: int) -> None:
+        """Gives a room up on both sides."""
+
+    def poll(self) -> list[Event]:
+        """Everything that happened since the last call, oldest first."""
+
+    def state(
+        self, room: int
+    ) -> Literal["Bootstrapping", "Waiting", "Transferring", "Success", "Failed"] | None:
+        """Where a room stands; None if it is not known, or ended well and was polled."""
+
+    def wait(self, room: int, timeout: float | None = None) -> Event:
+        """Sleeps until the room has ended, at most `timeout` seconds, and returns its `"Success"`."""
+
+    def _watch(self, room: int) -> Watch: ...
+    def _new_waiter(self) -> Waiter: ...
+    def fileno(self) -> int:
+        """A descriptor that is readable while `poll` has something to say."""
+
+    def stats(self) -> dict[str, int]:
+        """Counters (since the start) and gauges (now), by name."""
+
+    def evict(self, peer: str) -> None:
+        """The operator says that a peer (its name, or its incarnation in hex) is gone for good."""
+
+    def close(self, timeout: float = 5.0) -> list[Unreleased]:
+        """Cancels every room, waits until no peer can touch the memory, and stops."""

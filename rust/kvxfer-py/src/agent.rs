@@ -1,0 +1,414 @@
+//! `kvxfer._kvxfer.Agent`, the base of `kvxfer.Agent`.
+
+use crate::args::{Count, Layers, RoomArg, Seconds};
+use crate::errors;
+use crate::event::Event;
+use crate::inner::Inner;
+use crate::layout::side;
+use crate::memory::Allocation;
+use crate::pages::page_lists;
+use crate::push::Push;
+use crate::shard::Shard;
+use crate::unreleased::Unreleased;
+use crate::waiter::Waiter;
+use crate::watch::Watch;
+use kvxfer_engine::{AgentConfig, ExpectOrder, FabricChoice, PushOrder, stage_name};
+use kvxfer_fabric::{MemKind, RegionSpan};
+use kvxfer_proto::PushId;
+use kvxfer_proto::msg::{Role, Verify};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyDict, PyList, PyTuple};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// One region: address, bytes, and the memory of ours that it lies in.
+type Region<'py> = (u64, u64, Option<Bound<'py, Allocation>>);
+
+/// How long an agent that is dropped unclosed waits for its peers.
+const DROP_WAIT: Duration = Duration::from_millis(500);
+
+/// `Agent.expect` and its kin wait this long by default.
+const DEFAULT: Option<Seconds> = Some(Seconds(Duration::from_secs(300)));
+
+/// The compiled half of `kvxfer.Agent`, which prepares the arguments; use that one.
+#[pyclass(frozen, subclass, module = "kvxfer._kvxfer")]
+#[derive(Debug)]
+pub(crate) struct Agent {
+    inner: Arc<Inner>,
+    name: String,
+    groups: usize,
+    pages: Vec<u32>,
+}
+
+#[pymethods]
+impl Agent {
+    #[new]
+    #[pyo3(signature = (name, layout, shard, regions, pages, owner, *, listen="127.0.0.1:0", directory=None, engine=None,
+                        dp_rank=0, role="both", model=None, fabric="auto", secret=None, cpu=None, queue_capacity=4096,
+                        spin_us=50, ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None,
+                        fence_after=None, quarantine_limit=None, slice_bytes=None))]
+    #[expect(
+        clippy::too_many_arguments,
+        clippy::needless_pass_by_value,
+        reason = "they are keywords in Python"
+    )]
+    fn new(
+        py: Python<'_>,
+        name: String,
+        layout: &Bound<'_, PyAny>,
+        shard: &Bound<'_, Shard>,
+        regions: Vec<Region<'_>>,
+        pages: Vec<u32>,
+        owner: Py<PyAny>,
+        listen: &str,
+        directory: Option<String>,
+        engine: Option<String>,
+        dp_rank: u32,
+        role: &str,
+        model: Option<String>,
+        fabric: &str,
+        secret: Option<Vec<u8>>,
+        cpu: Option<usize>,
+        queue_capacity: usize,
+        spin_us: u64,
+        ucx_tls: Option<String>,
+        ucx_wheel_dir: Option<PathBuf>,
+        heartbeat: Option<Seconds>,
+        suspect_after: Option<Seconds>,
+        fence_after: Option<Seconds>,
+        quarantine_limit: Option<u64>,
+        slice_bytes: Option<u64>,
+    ) -> PyResult<Self> {
+        let side = side(layout, shard)?;
+        let groups = side.groups.len();
+        let regions = regions.into_iter().map(|(addr, len, ours)| RegionSpan {
+            addr,
+            len,
+            kind: MemKind::Host,
+            backing: ours.map(|a| Arc::clone(a.get().backing())),
+        });
+        let mut config = AgentConfig::new(name.clone(), side, pages.clone(), regions.collect());
+        config.role = match role {
+            "both" => Role::Both,
+            "prefill" => Role::Prefill,
+            "decode" => Role::Decode,
+            other => {
+                return Err(errors::bad(
+                    py,
+                    format!("role {other:?} is not known: both, prefill and decode are"),
+                ));
+            }
+        };
+        config.fabric = FabricChoice::from_name(fabric).ok_or_else(|| {
+            errors::bad(py, format!("fabric {fabric:?} is not known: auto, shm and ucx are"))
+        })?;
+        if queue_capacity == 0 {
+            return Err(errors::bad(py, "queue_capacity is 0; it must be at least 1"));
+        }
+        listen.clone_into(&mut config.listen);
+        config.directory = directory;
+        config.engine = engine.unwrap_or_else(|| name.clone());
+        config.dp_rank = dp_rank;
+        config.model = model.unwrap_or_default();
+        config.secret = secret;
+        config.cpu = cpu;
+        config.queue_capacity = queue_capacity;
+        config.spin = Duration::from_micros(spin_us);
+        config.ucx_tls = ucx_tls;
+        config.ucx_wheel_dir = ucx_wheel_dir;
+        config.slice_bytes = slice_bytes.unwrap_or(config.slice_bytes);
+        let node = &mut config.node;
+        node.heartbeat = heartbeat.map_or(node.heartbeat, |s| s.0);
+        node.suspect_after = suspect_after.map_or(node.suspect_after, |s| s.0);
+        node.fence_after = fence_after.map_or(node.fence_after, |s| s.0);
+        node.quarantine_limit = quarantine_limit.unwrap_or(node.quarantine_limit);
+        let engine = py.detach(|| kvxfer_engine::Agent::start(config)).map_err(|e| errors::start(py, &e))?;
+        Ok(Self { inner: Arc::new(Inner::new(engine, owner)), name, groups, pages })
+    }
+
+    /// Name, for people.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Control address, `"host:port"`.
+    #[getter]
+    fn address(&self) -> &str {
+        self.inner.engine.address()
+    }
+
+    /// Names of the fabrics that it offers, best first.
+    #[getter]
+    fn fabrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let names = self.inner.engine.fabrics().split(',').map(str::trim).filter(|name| !name.is_empty());
+        PyTuple::new(py, names.collect::<Vec<_>>())
+    }
+
+    /// Registered pages of each group.
+    #[getter]
+    fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.pages)
+    }
+
+    /// Whether `close` was called.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.inner.closed()
+    }
+
+    /// Grants pages to the prefill engine at `source`, which may write them until the room's released event.
+    ///
+    /// `pages` are page ids (numpy int32, int64 or uint32 arrays cost least; torch CPU tensors and lists are
+    /// taken too; with several groups a list of one page list each); the first holds token `start`, which
+    /// need not be a multiple of the page size. `tokens` is how many are expected from `start` on; 0 asks for
+    /// a completion only. `source` is `"host:port"` of the prefill engine's directory (port 8998 if left
+    /// out). `bootstrap_timeout` (seconds) runs until the peers are in contact, `timeout` (seconds) runs
+    /// without progress after that; None for the agent's default.
+    ///
+    /// Returns at once. Raises `BadArgument` (a room that is not 63 bits, too few pages for the tokens, no
+    /// address), `RoomInUse`, `QueueFull`, `AgentClosed`, `Forked`, and TypeError for pages that are not
+    /// integers. Ids that are out of range, repeated or granted already fail the room with `PageError`.
+    #[pyo3(signature = (room, pages, *, tokens, start=Count(0), source, source_dp_rank=0, timeout=DEFAULT,
+                        bootstrap_timeout=DEFAULT, verify=None),
+           text_signature = "($self, room, pages, *, tokens, start=0, source, source_dp_rank=0, timeout=300.0, \
+                             bootstrap_timeout=300.0, verify=None)")]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
+    fn expect(
+        &self,
+        py: Python<'_>,
+        room: RoomArg,
+        pages: &Bound<'_, PyAny>,
+        tokens: Count,
+        start: Count,
+        source: String,
+        source_dp_rank: u32,
+        timeout: Option<Seconds>,
+        bootstrap_timeout: Option<Seconds>,
+        verify: Option<&str>,
+    ) -> PyResult<()> {
+        if let Some(verify) = verify {
+            return Err(errors::unsupported(
+                py,
+                format!("verify={verify:?}: checksums are not built yet; leave verify out"),
+            ));
+        }
+        let order = ExpectOrder {
+            room: room.0,
+            pages: page_lists(pages, self.groups)?,
+            start: start.0,
+            tokens: tokens.0,
+            source,
+            source_dp_rank,
+            verify: Verify::Off,
+            bootstrap_timeout: bootstrap_timeout.map(|s| s.0),
+            timeout: timeout.map(|s| s.0),
+        };
+        self.inner.engine.expect(order).map_err(|e| errors::call(py, &e))
+    }
+
+    /// Gets a room's peers in contact before there is anything to push. Optional; timeouts as for `push`.
+    ///
+    /// Raises what `push` raises, and `RoomInUse` if the room was opened or pushed already.
+    #[pyo3(signature = (room, *, timeout=DEFAULT, bootstrap_timeout=DEFAULT),
+           text_signature = "($self, room, *, timeout=300.0, bootstrap_timeout=300.0)")]
+    fn open(
+        &self,
+        py: Python<'_>,
+        room: RoomArg,
+        timeout: Option<Seconds>,
+        bootstrap_timeout: Option<Seconds>,
+    ) -> PyResult<()> {
+        let engine = &self.inner.engine;
+        engine
+            .open(room.0, bootstrap_timeout.map(|s| s.0), timeout.map(|s| s.0))
+            .map_err(|e| errors::call(py, &e))
+    }
+
+    /// Orders tokens `start` to `start + tokens` of a room to be delivered out of `pages`, before or after
+    /// decode's grant.
+    ///
+    /// `pages` as for `expect`; the first holds token `start`. `layers` is a range or a pair `(first, end)`
+    /// in the model's numbering, None for all that this rank holds. A room may have many pushes, by tokens
+    /// and by layers; the one with `last=True` says that nothing more comes. `meta` (bytes, at most 64 KiB,
+    /// only with `last`) reaches decode with `"Success"`. The pages must not change until the room's released
+    /// event, or the push's retraction.
+    ///
+    /// Returns at once, with a handle for `retract`. Raises `BadArgument`, `QueueFull`, `AgentClosed`,
+    /// `Forked`, the error of a room that has failed, TypeError for pages that are not integers, and
+    /// `NotSupported` for `event` (waiting for a GPU event is not built yet).
+    #[pyo3(signature = (room, pages, *, start=Count(0), tokens, layers=None, event=None, last=true, meta=None,
+                        timeout=DEFAULT, bootstrap_timeout=DEFAULT),
+           text_signature = "($self, room, pages, *, start=0, tokens, layers=None, event=None, last=True, meta=None, \
+                             timeout=300.0, bootstrap_timeout=300.0)")]
+    #[expect(
+        clippy::too_many_arguments,
+        clippy::needless_pass_by_value,
+        reason = "they are keywords in Python"
+    )]
+    fn push(
+        &self,
+        py: Python<'_>,
+        room: RoomArg,
+        pages: &Bound<'_, PyAny>,
+        start: Count,
+        tokens: Count,
+        layers: Option<Layers>,
+        event: Option<&Bound<'_, PyAny>>,
+        last: bool,
+        meta: Option<PyBackedBytes>,
+        timeout: Option<Seconds>,
+        bootstrap_timeout: Option<Seconds>,
+    ) -> PyResult<Push> {
+        if event.is_some() {
+            return Err(errors::unsupported(
+                py,
+                "event: waiting for a GPU event is not built yet; synchronise first and leave event out",
+            ));
+        }
+        let order = PushOrder {
+            room: room.0,
+            pages: page_lists(pages, self.groups)?,
+            start: start.0,
+            tokens: tokens.0,
+            layers: layers.map(|Layers(first, end)| (first, end)),
+            last,
+            meta: meta.map(|meta| Arc::from(&*meta)),
+            bootstrap_timeout: bootstrap_timeout.map(|s| s.0),
+            timeout: timeout.map(|s| s.0),
+        };
+        let id = self.inner.engine.push(order).map_err(|e| errors::call(py, &e))?;
+        Ok(Push { id: id.0, room: room.0 })
+    }
+
+    /// Takes a push's pages back, for instance because the engine preempts the request. A `"Retracted"` event
+    /// says when they are free.
+    ///
+    /// Raises `UnknownRoom`, `QueueFull`, `AgentClosed`, `Forked`.
+    fn retract(&self, py: Python<'_>, push: &Bound<'_, Push>) -> PyResult<()> {
+        let push = push.get();
+        self.inner.engine.retract(push.room, PushId(push.id)).map_err(|e| errors::call(py, &e))
+    }
+
+    /// Gives a room up on both sides. `"Failed"` with `Cancelled` comes at once, the released event when no
+    /// write can land any more.
+    ///
+    /// Raises `UnknownRoom`, `QueueFull`, `AgentClosed`, `Forked`.
+    fn cancel(&self, py: Python<'_>, room: RoomArg) -> PyResult<()> {
+        self.inner.engine.cancel(room.0).map_err(|e| errors::call(py, &e))
+    }
+
+    /// Everything that happened since the last call, oldest first. Never blocks.
+    fn poll<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        self.inner.check(py)?;
+        PyList::new(py, self.inner.poll().into_iter().map(Event::new))
+    }
+
+    /// `"Bootstrapping"`, `"Waiting"`, `"Transferring"`, `"Success"` or `"Failed"`; None for a room that is
+    /// not known, or that ended well and was polled.
+    fn state(&self, py: Python<'_>, room: RoomArg) -> PyResult<Option<&'static str>> {
+        self.inner.check(py)?;
+        Ok(self.inner.engine.state(room.0).map(stage_name))
+    }
+
+    /// Sleeps until the room has ended (other Python threads run meanwhile) and returns its `"Success"`;
+    /// takes nothing away from `poll`. `timeout` is in seconds, None for no limit.
+    ///
+    /// Raises the room's error if it failed, `WaitTimeout` when the time is up, `UnknownRoom`.
+    #[pyo3(signature = (room, timeout=None))]
+    fn wait(&self, py: Python<'_>, room: RoomArg, timeout: Option<Seconds>) -> PyResult<Event> {
+        let watch = Watch::new(&self.inner, room.0);
+        Event::new(watch.wait(py, timeout.map(|s| s.0))?).or_raise(py)
+    }
+
+    /// A watch on a room, for `wait_async`.
+    fn _watch(&self, py: Python<'_>, room: RoomArg) -> PyResult<Watch> {
+        self.inner.check(py)?;
+        Ok(Watch::new(&self.inner, room.0))
+    }
+
+    /// A descriptor for one event loop, for `wait_async`.
+    fn _new_waiter(&self, py: Python<'_>) -> PyResult<Waiter> {
+        self.inner.check(py)?;
+        self.inner.engine.new_waiter().map(Waiter).map_err(|e| errors::start(py, &e))
+    }
+
+    /// A descriptor that is readable while `poll` has something to say; for select, epoll or an event loop.
+    /// It belongs to the agent: do not read or close it.
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        self.inner.check(py)?;
+        Ok(self.inner.engine.event_fd())
+    }
+
+    /// Counters (since the start) and gauges (now), by name; a few milliseconds old at most.
+    ///
+    /// Counters: `succeeded`, `failed`, `cancelled`, `timed_out` (rooms), `stale_refused`, `protocol_errors`,
+    /// `fences`, `sessions`, `moved_bytes`, `writes`, `data_syscalls`, `slices`, `sleeps`, `frames_sent`,
+    /// `frames_received`, `bad_connections`. Gauges: `inbound`, `outbound` (rooms), `granted_pages`,
+    /// `quarantined_pages`, `peers`, `tombstones`, `deliveries`, `queue_depth`, `connections`.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.inner.check(py)?;
+        let s = self.inner.engine.stats();
+        let out = PyDict::new(py);
+        for (name, value) in [
+            ("succeeded", s.counters.succeeded),
+            ("failed", s.counters.failed),
+            ("cancelled", s.counters.cancelled),
+            ("timed_out", s.counters.timed_out),
+            ("stale_refused", s.counters.stale_refused),
+            ("protocol_errors", s.counters.protocol_errors),
+            ("fences", s.counters.fences),
+            ("sessions", s.counters.sessions),
+            ("moved_bytes", s.moved_bytes),
+            ("writes", s.writes),
+            ("data_syscalls", s.data_syscalls),
+            ("slices", s.slices),
+            ("sleeps", s.sleeps),
+            ("frames_sent", s.frames_sent),
+            ("frames_received", s.frames_received),
+            ("bad_connections", s.bad_connections),
+            ("inbound", s.gauges.inbound),
+            ("outbound", s.gauges.outbound),
+            ("granted_pages", s.gauges.granted_pages),
+            ("quarantined_pages", s.gauges.quarantined_pages),
+            ("peers", s.gauges.peers),
+            ("tombstones", s.gauges.tombstones),
+            ("deliveries", s.gauges.deliveries),
+            ("queue_depth", s.queue_depth),
+            ("connections", s.connections),
+        ] {
+            out.set_item(name, value)?;
+        }
+        Ok(out)
+    }
+
+    /// The operator says that a peer (its name, or its incarnation in hex) is gone for good: its pages leave
+    /// quarantine.
+    ///
+    /// Raises `QueueFull`, `AgentClosed`, `Forked`.
+    fn evict(&self, py: Python<'_>, peer: &str) -> PyResult<()> {
+        self.inner.engine.evict(peer).map_err(|e| errors::call(py, &e))
+    }
+
+    /// Cancels every room, waits up to `timeout` seconds until no peer can touch the memory, and stops.
+    /// Returns the rooms whose pages are still not free: then the memory is kept for as long as the process
+    /// lives. May be called again.
+    #[pyo3(signature = (timeout=Seconds(Duration::from_secs(5))), text_signature = "($self, timeout=5.0)")]
+    fn close(&self, py: Python<'_>, timeout: Seconds) -> Vec<Unreleased> {
+        self.inner.close(py, timeout.0).into_iter().map(Unreleased::from).collect()
+    }
+
+    fn __repr__(&self) -> String {
+        let closed = if self.inner.closed() { ", closed" } else { "" };
+        format!("<Agent {:?} at {}{closed}>", self.name, self.inner.engine.address())
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        // Without an interpreter (it has ended) the engine closes itself, and the memory stays.
+        let _ = Python::try_attach(|py| self.inner.close(py, DROP_WAIT));
+    }
+}
