@@ -5,7 +5,31 @@ from os import PathLike
 from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
-from typing_extensions import Self
+from typing_extensions import Self, disjoint_base
+
+__all__ = [
+    "Agent",
+    "Allocation",
+    "Event",
+    "PageLayout",
+    "Plan",
+    "Push",
+    "RoomStats",
+    "Shard",
+    "Span",
+    "Unreleased",
+    "Waiter",
+    "Watch",
+    "_UcxProbeTarget",
+    "_UcxProbeWriter",
+    "__version__",
+    "_after_fork_in_child",
+    "_doctor_gpus",
+    "_doctor_host",
+    "_doctor_ucx",
+    "new_room",
+    "plan_transfer",
+]
 
 _Ids: TypeAlias = Any  # list, tuple or range of int, or a 1-D integer array (numpy, torch on the CPU)
 _Layouts: TypeAlias = PageLayout | Sequence[PageLayout]
@@ -46,7 +70,7 @@ class PageLayout:
         head_dim: int,
         kv_heads: int | None = None,
         page_tokens: int = 16,
-        dtype: object = None,
+        dtype: object = "bfloat16",
         order: str = "HND",
         kind: str = "kv",
     ) -> Self: ...
@@ -219,6 +243,37 @@ class Waiter:
     def fileno(self) -> int: ...
     def clear(self) -> None: ...
 
+def _doctor_ucx(wheel_dir: str | PathLike[str] | None = None) -> dict[str, Any]:
+    """The UCX that this process would use."""
+
+def _doctor_host() -> dict[str, Any]:
+    """What this host and this process are allowed."""
+
+def _doctor_gpus() -> dict[str, Any]:
+    """The GPUs."""
+
+@final
+class _UcxProbeTarget:
+    """The receiver of a probe of one UCX transport."""
+
+    def __new__(cls, tls: str, wheel_dir: str | PathLike[str] | None = None) -> Self: ...
+    def address(self) -> bytes: ...
+    def connect(self, writer: bytes) -> None: ...
+    def progress(self) -> None: ...
+    def arrived(self, value: int) -> tuple[bool, bool]: ...
+
+@final
+class _UcxProbeWriter:
+    """The sender of a probe of one UCX transport."""
+
+    def __new__(cls, tls: str, wheel_dir: str | PathLike[str] | None = None) -> Self: ...
+    def address(self) -> bytes: ...
+    def connect(self, target: bytes) -> None: ...
+    def progress(self) -> bool: ...
+    def transports(self) -> list[str]: ...
+    def write(self, region: int, value: int) -> bool: ...
+
+@disjoint_base
 class Agent:
     """The compiled half of `kvxfer.Agent`, which prepares the arguments; use that one."""
 

@@ -113,6 +113,8 @@ class Pool:
                     end += -(-nbytes // _ALIGN) * _ALIGN
         if not places:
             raise BadArgument(f"{shard} holds no layer: pp_size is larger than the number of layers")
+        if end >= 2**63:
+            raise BadArgument(f"a pool of {end} bytes is too large")
         self._allocation = Allocation(end, fabric, ucx_tls=ucx_tls, ucx_wheel_dir=ucx_wheel_dir())
         self._tensors: Mapping[tuple[int, int, str], Array] = MappingProxyType(
             {key: self._view(key, offset) for key, offset in places.items()}

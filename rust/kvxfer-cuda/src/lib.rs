@@ -26,7 +26,7 @@ const NO_DEVICE: c_int = 100;
 pub enum CudaError {
     /// There is no libcuda, or it cannot be opened.
     #[error(
-        "no CUDA driver: {} cannot be opened ({why}); it comes with NVIDIA's driver, or set {ENV_LIBRARY}",
+        "no CUDA driver, {} cannot be opened: {why}; it comes with NVIDIA's driver, or set {ENV_LIBRARY}",
         .tried.display()
     )]
     NoLibrary {
@@ -180,6 +180,7 @@ mod tests {
         );
         let text = error.to_string();
         assert!(text.contains("/nonexistent/libcuda.so.1") && text.contains(ENV_LIBRARY), "{text}");
+        assert!(text.contains("No such file"), "{text}");
     }
 
     #[test]

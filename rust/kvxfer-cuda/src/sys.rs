@@ -2,6 +2,7 @@
 
 use crate::CudaError;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use std::error::Error;
 use std::ffi::{OsStr, c_char, c_int, c_uint};
 use std::path::PathBuf;
 
@@ -38,7 +39,7 @@ impl Api {
         // SAFETY: runs the constructors of the driver's library, which expect nothing of the process. The name is the
         // driver's own or comes from the user's environment.
         let library = unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) }
-            .map_err(|e| CudaError::NoLibrary { tried: PathBuf::from(name), why: e.to_string() })?;
+            .map_err(|e| CudaError::NoLibrary { tried: PathBuf::from(name), why: words(&e) })?;
         let missing =
             |symbol: &'static str| CudaError::MissingSymbol { library: PathBuf::from(name), symbol };
         macro_rules! find {
@@ -60,4 +61,9 @@ impl Api {
             _library: library,
         })
     }
+}
+
+/// The linker's own words, which libloading keeps as the source of its error.
+fn words(error: &libloading::Error) -> String {
+    error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }

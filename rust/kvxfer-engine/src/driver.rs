@@ -30,6 +30,8 @@ use std::time::Duration;
 const ORDERS_PER_TURN: usize = 64;
 /// Slices that may be in flight to one peer: bounds what a drain has to wait for.
 const SLICES_IN_FLIGHT: usize = 8;
+/// Longest sleep while writes are in flight.
+const IN_FLIGHT_NAP: Duration = Duration::from_micros(50);
 /// Statistics are published at most this often.
 const STATS_EVERY_US: u64 = 2_000;
 
@@ -254,7 +256,13 @@ impl Driver {
         let retry = self.retries.first().map(|(at, _)| *at);
         let timers = [self.node.poll_timeout(), handshakes, retry, self.closing];
         let next = timers.into_iter().flatten().min();
-        let wait = next.map(|t| Duration::from_micros(t.since_us(now)));
+        let mut wait = next.map(|t| Duration::from_micros(t.since_us(now)));
+        if !self.tickets.is_empty() {
+            // Not every transport has an event for the end of a send (UCX's shared memory has none).
+            wait = Some(wait.map_or(IN_FLIGHT_NAP, |w| w.min(IN_FLIGHT_NAP)));
+        }
+        // Before the look at the queue: an order that comes after it raises the signal anew.
+        self.shared.orders.signal.clear();
         if !self.carriers.arm() || !self.shared.orders.about_to_sleep() {
             return;
         }
@@ -262,7 +270,6 @@ impl Driver {
         let mut events = std::mem::take(&mut self.control_events);
         self.control.turn(now, wait, &mut events);
         self.shared.orders.awake();
-        self.shared.orders.signal.clear();
         let now = self::now();
         for event in events.drain(..) {
             self.control_event(now, event);

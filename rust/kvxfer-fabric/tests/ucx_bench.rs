@@ -64,7 +64,7 @@ fn copy(from: &[usize], to: &[usize], source: *const u8, target: &mut [u8]) -> D
 fn measure() {
     assert!(ucx_present());
     let tls = std::env::var("KVXFER_BENCH_TLS").unwrap_or_default();
-    let mut peer = spawn("", &tls, BYTES);
+    let mut peer = spawn("", &tls, BYTES, &[]);
     let mut node = Node::new(&tls, BYTES);
     node.fill(1, |i| (i % 251) as u8);
     node.fill(0, |i| (i % 241) as u8);

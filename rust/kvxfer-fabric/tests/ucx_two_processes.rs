@@ -119,7 +119,7 @@ fn receiver(tls: &str) -> Option<(Peer, Node)> {
     if !ucx_present() {
         return None;
     }
-    let mut peer = spawn("receive", tls, BYTES);
+    let mut peer = spawn("receive", tls, BYTES, &[]);
     let mut node = Node::new(tls, BYTES);
     for region in [0, 1] {
         node.fill(region, byte);
@@ -268,7 +268,7 @@ fn a_fence_on_tcp_stops_the_writer() {
     if !ucx_present() {
         return;
     }
-    let mut peer = spawn("write", "tcp", BYTES);
+    let mut peer = spawn("write", "tcp", BYTES, &[]);
     let mut node = Node::new("tcp", BYTES);
     for round in 0..5 {
         node.connect(&mut peer.wire, EP, EndRole::Passive);
@@ -286,11 +286,57 @@ fn a_fence_on_tcp_stops_the_writer() {
 }
 
 #[test]
+fn tcps_own_put_has_no_fence() {
+    if !ucx_present() {
+        return;
+    }
+    // The user of the writing side has turned it on, and that stands.
+    let mut peer = spawn("write", "tcp", BYTES, &[("UCX_TCP_PUT_ENABLE", "y")]);
+    let mut node = Node::new("tcp", BYTES);
+    node.connect(&mut peer.wire, EP, EndRole::Passive);
+    let err = fence_round(&mut node).expect_err("UCX's TCP put passes a closed endpoint by");
+    assert!(matches!(&err, FabricError::NoFence { transport, .. } if transport == "tcp_put"), "{err}");
+}
+
+fn a_peer_that_is_gone_is_no_connection(tls: &str) {
+    let Some((mut peer, mut node)) = receiver(tls) else {
+        return;
+    };
+    // An address that was good until its process died.
+    let mut other = spawn("receive", tls, BYTES, &[]);
+    let blob = other.wire.recv();
+    for p in [&mut other, &mut peer] {
+        p.child.kill().expect("running");
+        p.child.wait().expect("killed");
+    }
+    let late = EpId(2);
+    let lens = node.lens();
+    // Shared memory of a dead process is refused at once, a dead port by the connection.
+    if node.fabric.connect(late, EndRole::Active, &blob, &lens).is_ok() {
+        node.until(Duration::from_secs(20), |c| match c {
+            Completion::ConnectFailed { ep, error } if *ep == late => Some(error.clone()),
+            Completion::Connected { ep, .. } if *ep == late => panic!("connected to a dead process"),
+            _ => None,
+        });
+    }
+}
+
+#[test]
+fn a_peer_that_is_gone_is_no_connection_over_tcp() {
+    a_peer_that_is_gone_is_no_connection("tcp");
+}
+
+#[test]
+fn a_peer_that_is_gone_is_no_connection_over_posix() {
+    a_peer_that_is_gone_is_no_connection("posix");
+}
+
+#[test]
 fn posix_has_no_fence() {
     if !ucx_present() {
         return;
     }
-    let mut peer = spawn("write", "posix", BYTES);
+    let mut peer = spawn("write", "posix", BYTES, &[]);
     let mut node = Node::new("posix", BYTES);
     node.connect(&mut peer.wire, EP, EndRole::Passive);
     let err = fence_round(&mut node).expect_err("posix cannot promise that");
@@ -358,6 +404,74 @@ fn endpoints_both_ways_between_two_fabrics_are_fenced_together() {
     // The other direction's endpoint is still known, broken, and can be fenced too.
     b.fabric.fence(back, 3).expect("known");
     b.until(Duration::from_secs(5), |c| matches!(c, Completion::Fenced { ticket: 3, .. }).then_some(()));
+}
+
+#[test]
+fn a_fence_after_a_lost_connection_never_lies() {
+    if !ucx_present() {
+        return;
+    }
+    // One side's connection was lost before the other had made its own: UCX's two counts are now apart.
+    for lost_by_writer in [false, true] {
+        let (mut a, mut b) = (Node::new("tcp", BYTES), Node::new("tcp", BYTES));
+        let (blob_a, blob_b) = (a.fabric.describe().expect("blob"), b.fabric.describe().expect("blob"));
+        let lens = a.lens();
+        if lost_by_writer {
+            a.fabric.connect(EpId(1), EndRole::Active, &blob_b, &lens).expect("connect");
+            a.progress();
+            a.fabric.disconnect(EpId(1));
+        } else {
+            b.fabric.connect(EpId(1), EndRole::Passive, &blob_a, &lens).expect("connect");
+            b.progress();
+            b.fabric.disconnect(EpId(1));
+        }
+        // UCX may pair the next connection with the lost one, and it fails; then both try again.
+        let ep = (2..6)
+            .map(EpId)
+            .find(|ep| {
+                a.fabric.connect(*ep, EndRole::Active, &blob_b, &lens).expect("connect");
+                b.fabric.connect(*ep, EndRole::Passive, &blob_a, &lens).expect("connect");
+                let start = Instant::now();
+                loop {
+                    a.progress();
+                    b.progress();
+                    for completion in a.seen.drain(..) {
+                        match completion {
+                            Completion::Connected { ep: e, .. } if e == *ep => return true,
+                            Completion::ConnectFailed { ep: e, error } if e == *ep => {
+                                eprintln!("lost by writer {lost_by_writer}: {error}");
+                                a.fabric.disconnect(*ep);
+                                b.fabric.disconnect(*ep);
+                                return false;
+                            }
+                            _ => {}
+                        }
+                    }
+                    assert!(start.elapsed() < Duration::from_secs(10), "neither connected nor failed");
+                }
+            })
+            .expect("one of four tries connects");
+        let batch: Vec<Piece> = (0..PAGES).map(|p| piece((0, p), (0, p))).collect();
+        a.fill(0, byte);
+        for _ in 0..20 {
+            a.fabric.post(ep, &batch).expect("connected");
+        }
+        b.fabric.fence(ep, 1).expect("known");
+        let result = b.until(Duration::from_secs(5), |c| match c {
+            Completion::Fenced { result, .. } => Some(result.clone()),
+            _ => None,
+        });
+        eprintln!("lost by writer {lost_by_writer}: {result:?}");
+        b.fill(0, |_| CANARY);
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_millis(200) {
+            let _ = a.fabric.post(ep, &batch);
+            a.progress();
+            b.progress();
+        }
+        let late = b.dump(0).iter().any(|x| *x != CANARY);
+        assert!(result.is_err() || !late, "the fence promised, and a write landed");
+    }
 }
 
 #[test]

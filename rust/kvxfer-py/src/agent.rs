@@ -1,6 +1,6 @@
 //! `kvxfer._kvxfer.Agent`, the base of `kvxfer.Agent`.
 
-use crate::args::{Count, Layers, RoomArg, Seconds};
+use crate::args::{Count, Int, Layers, RoomArg, Seconds};
 use crate::errors;
 use crate::event::Event;
 use crate::inner::Inner;
@@ -45,15 +45,17 @@ pub(crate) struct Agent {
 #[pymethods]
 impl Agent {
     #[new]
-    #[pyo3(signature = (name, layout, shard, regions, pages, owner, *, listen="127.0.0.1:0", directory=None, engine=None,
-                        dp_rank=0, role="both", model=None, fabric="auto", secret=None, cpu=None, queue_capacity=4096,
-                        spin_us=50, ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None,
-                        fence_after=None, quarantine_limit=None, slice_bytes=None))]
-    #[expect(
-        clippy::too_many_arguments,
-        clippy::needless_pass_by_value,
-        reason = "they are keywords in Python"
-    )]
+    #[pyo3(signature = (name, layout, shard, regions, pages, owner, *, listen="127.0.0.1:0", directory=None,
+                        engine=None, dp_rank=Int(0), role="both", model=None, fabric="auto", secret=None,
+                        cpu=None, queue_capacity=Int(4096), spin_us=Int(50), ucx_tls=None,
+                        ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None,
+                        quarantine_limit=None, slice_bytes=None),
+           text_signature = "(name, layout, shard, regions, pages, owner, *, listen='127.0.0.1:0', \
+                             directory=None, engine=None, dp_rank=0, role='both', model=None, fabric='auto', \
+                             secret=None, cpu=None, queue_capacity=4096, spin_us=50, ucx_tls=None, \
+                             ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None, \
+                             quarantine_limit=None, slice_bytes=None)")]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn new(
         py: Python<'_>,
         name: String,
@@ -65,21 +67,21 @@ impl Agent {
         listen: &str,
         directory: Option<String>,
         engine: Option<String>,
-        dp_rank: u32,
+        dp_rank: Int<u32>,
         role: &str,
         model: Option<String>,
         fabric: &str,
         secret: Option<Vec<u8>>,
-        cpu: Option<usize>,
-        queue_capacity: usize,
-        spin_us: u64,
+        cpu: Option<Int<usize>>,
+        queue_capacity: Int<usize>,
+        spin_us: Int<u64>,
         ucx_tls: Option<String>,
         ucx_wheel_dir: Option<PathBuf>,
         heartbeat: Option<Seconds>,
         suspect_after: Option<Seconds>,
         fence_after: Option<Seconds>,
-        quarantine_limit: Option<u64>,
-        slice_bytes: Option<u64>,
+        quarantine_limit: Option<Int<u64>>,
+        slice_bytes: Option<Int<u64>>,
     ) -> PyResult<Self> {
         let side = side(layout, shard)?;
         let groups = side.groups.len();
@@ -104,26 +106,26 @@ impl Agent {
         config.fabric = FabricChoice::from_name(fabric).ok_or_else(|| {
             errors::bad(py, format!("fabric {fabric:?} is not known: auto, shm and ucx are"))
         })?;
-        if queue_capacity == 0 {
+        if queue_capacity.0 == 0 {
             return Err(errors::bad(py, "queue_capacity is 0; it must be at least 1"));
         }
         listen.clone_into(&mut config.listen);
         config.directory = directory;
         config.engine = engine.unwrap_or_else(|| name.clone());
-        config.dp_rank = dp_rank;
+        config.dp_rank = dp_rank.0;
         config.model = model.unwrap_or_default();
         config.secret = secret;
-        config.cpu = cpu;
-        config.queue_capacity = queue_capacity;
-        config.spin = Duration::from_micros(spin_us);
+        config.cpu = cpu.map(|n| n.0);
+        config.queue_capacity = queue_capacity.0;
+        config.spin = Duration::from_micros(spin_us.0);
         config.ucx_tls = ucx_tls;
         config.ucx_wheel_dir = ucx_wheel_dir;
-        config.slice_bytes = slice_bytes.unwrap_or(config.slice_bytes);
+        config.slice_bytes = slice_bytes.map_or(config.slice_bytes, |n| n.0);
         let node = &mut config.node;
         node.heartbeat = heartbeat.map_or(node.heartbeat, |s| s.0);
         node.suspect_after = suspect_after.map_or(node.suspect_after, |s| s.0);
         node.fence_after = fence_after.map_or(node.fence_after, |s| s.0);
-        node.quarantine_limit = quarantine_limit.unwrap_or(node.quarantine_limit);
+        node.quarantine_limit = quarantine_limit.map_or(node.quarantine_limit, |n| n.0);
         let engine = py.detach(|| kvxfer_engine::Agent::start(config)).map_err(|e| errors::start(py, &e))?;
         Ok(Self { inner: Arc::new(Inner::new(engine, owner)), name, groups, pages })
     }
@@ -171,10 +173,10 @@ impl Agent {
     /// Returns at once. Raises `BadArgument` (a room that is not 63 bits, too few pages for the tokens, no
     /// address), `RoomInUse`, `QueueFull`, `AgentClosed`, `Forked`, and TypeError for pages that are not
     /// integers. Ids that are out of range, repeated or granted already fail the room with `PageError`.
-    #[pyo3(signature = (room, pages, *, tokens, start=Count(0), source, source_dp_rank=0, timeout=DEFAULT,
-                        bootstrap_timeout=DEFAULT, verify=None),
-           text_signature = "($self, room, pages, *, tokens, start=0, source, source_dp_rank=0, timeout=300.0, \
-                             bootstrap_timeout=300.0, verify=None)")]
+    #[pyo3(signature = (room, pages, *, tokens, start=Count(0), source, source_dp_rank=Int(0),
+                        timeout=DEFAULT, bootstrap_timeout=DEFAULT, verify=None),
+           text_signature = "($self, room, pages, *, tokens, start=0, source, source_dp_rank=0, \
+                             timeout=300.0, bootstrap_timeout=300.0, verify=None)")]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn expect(
         &self,
@@ -184,7 +186,7 @@ impl Agent {
         tokens: Count,
         start: Count,
         source: String,
-        source_dp_rank: u32,
+        source_dp_rank: Int<u32>,
         timeout: Option<Seconds>,
         bootstrap_timeout: Option<Seconds>,
         verify: Option<&str>,
@@ -201,7 +203,7 @@ impl Agent {
             start: start.0,
             tokens: tokens.0,
             source,
-            source_dp_rank,
+            source_dp_rank: source_dp_rank.0,
             verify: Verify::Off,
             bootstrap_timeout: bootstrap_timeout.map(|s| s.0),
             timeout: timeout.map(|s| s.0),
@@ -241,13 +243,9 @@ impl Agent {
     /// `NotSupported` for `event` (waiting for a GPU event is not built yet).
     #[pyo3(signature = (room, pages, *, start=Count(0), tokens, layers=None, event=None, last=true, meta=None,
                         timeout=DEFAULT, bootstrap_timeout=DEFAULT),
-           text_signature = "($self, room, pages, *, start=0, tokens, layers=None, event=None, last=True, meta=None, \
-                             timeout=300.0, bootstrap_timeout=300.0)")]
-    #[expect(
-        clippy::too_many_arguments,
-        clippy::needless_pass_by_value,
-        reason = "they are keywords in Python"
-    )]
+           text_signature = "($self, room, pages, *, start=0, tokens, layers=None, event=None, last=True, \
+                             meta=None, timeout=300.0, bootstrap_timeout=300.0)")]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn push(
         &self,
         py: Python<'_>,

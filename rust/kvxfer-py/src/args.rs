@@ -42,6 +42,20 @@ impl<'py> FromPyObject<'_, 'py> for Count {
     }
 }
 
+/// A whole number that is not negative and fits its type.
+#[derive(Clone, Copy)]
+pub(crate) struct Int<T>(pub(crate) T);
+
+impl<'py, T: TryFrom<u64>> FromPyObject<'_, 'py> for Int<T> {
+    type Error = PyErr;
+
+    fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let max = u64::MAX >> (64 - 8 * size_of::<T>().clamp(1, 8));
+        let text = || format!("{} is out of range: 0 to {max}", obj.to_owned());
+        T::try_from(number(obj, text)?).map(Self).map_err(|_| errors::bad(obj.py(), text()))
+    }
+}
+
 /// Seconds, or no limit of the caller's own.
 #[derive(Clone, Copy)]
 pub(crate) struct Seconds(pub(crate) Duration);
@@ -51,10 +65,12 @@ impl<'py> FromPyObject<'_, 'py> for Seconds {
 
     fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let seconds = obj.extract::<f64>()?;
-        // Some thousand years are as good as for ever, and infinity is one of them.
-        Duration::try_from_secs_f64(seconds.min(1e11)).map(Self).map_err(|_| {
-            errors::bad(obj.py(), format!("a timeout is a number of seconds, 0 or more, not {seconds}"))
-        })
+        if seconds.is_nan() || seconds < 0.0 {
+            let text = format!("a time is a number of seconds, 0 or more, not {seconds}");
+            return Err(errors::bad(obj.py(), text));
+        }
+        // A thousand years are as good as for ever, and infinity is one of them.
+        Ok(Self(Duration::try_from_secs_f64(seconds.min(3e10)).unwrap_or(Duration::MAX)))
     }
 }
 

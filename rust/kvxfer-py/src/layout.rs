@@ -1,5 +1,6 @@
 //! `kvxfer.PageLayout`.
 
+use crate::args::Int;
 use crate::errors;
 use crate::shard::Shard;
 use kvxfer_proto::{DType, Kind, Order, Side, layout};
@@ -48,14 +49,17 @@ const fn order_name(order: Order) -> &'static str {
 #[pymethods]
 impl PageLayout {
     #[new]
-    #[pyo3(signature = (*, layers, head_dim, kv_heads=None, page_tokens=16, dtype=None, order="HND", kind="kv"))]
+    #[pyo3(signature = (*, layers, head_dim, kv_heads=None, page_tokens=Int(16), dtype=None, order="HND",
+                        kind="kv"),
+           text_signature = "(*, layers, head_dim, kv_heads=None, page_tokens=16, dtype='bfloat16', \
+                             order='HND', kind='kv')")]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn new(
         py: Python<'_>,
-        layers: u32,
-        head_dim: u32,
-        kv_heads: Option<u32>,
-        page_tokens: u32,
+        layers: Int<u32>,
+        head_dim: Int<u32>,
+        kv_heads: Option<Int<u32>>,
+        page_tokens: Int<u32>,
         dtype: Option<&Bound<'_, PyAny>>,
         order: &str,
         kind: &str,
@@ -65,7 +69,8 @@ impl PageLayout {
             errors::bad(
                 py,
                 format!(
-                    "dtype {dtype:?} is not known: float32, float16, bfloat16, float8_e4m3, float8_e5m2, int8 and uint8 are"
+                    "dtype {dtype:?} is not known: float32, float16, bfloat16, float8_e4m3, float8_e5m2, \
+                     int8 and uint8 are"
                 ),
             )
         })?;
@@ -79,13 +84,16 @@ impl PageLayout {
             "fused" => Kind::Fused,
             "latent" => Kind::Latent,
             other => {
-                return Err(errors::bad(py, format!("kind {other:?} is not known: kv, fused and latent are")));
+                return Err(errors::bad(
+                    py,
+                    format!("kind {other:?} is not known: kv, fused and latent are"),
+                ));
             }
         };
         // A latent has one vector a token, whatever the caller calls it, so that equal layouts compare equal.
         let kv_heads = match (kind, kv_heads) {
             (Kind::Latent, _) => 1,
-            (_, Some(n)) => n,
+            (_, Some(n)) => n.0,
             (_, None) => {
                 return Err(errors::bad(
                     py,
@@ -93,6 +101,7 @@ impl PageLayout {
                 ));
             }
         };
+        let (layers, head_dim, page_tokens) = (layers.0, head_dim.0, page_tokens.0);
         let layout = layout::PageLayout { layers, kv_heads, head_dim, page_tokens, dtype, order, kind };
         layout.validate().map_err(|e| errors::bad(py, e.to_string()))?;
         Ok(Self(layout))
@@ -168,7 +177,8 @@ impl PageLayout {
     fn __repr__(&self) -> String {
         let l = &self.0;
         format!(
-            "PageLayout(layers={}, kv_heads={}, head_dim={}, page_tokens={}, dtype='{}', order='{}', kind='{}')",
+            "PageLayout(layers={}, kv_heads={}, head_dim={}, page_tokens={}, dtype='{}', order='{}', \
+             kind='{}')",
             l.layers,
             l.kv_heads,
             l.head_dim,

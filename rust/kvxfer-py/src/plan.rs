@@ -97,11 +97,11 @@ fn regions<'py>(py: Python<'py>, side: &Side) -> PyResult<Bound<'py, PyTuple>> {
 /// >>> layout = kx.PageLayout(layers=1, kv_heads=1, head_dim=128, page_tokens=16)
 /// >>> plan = kx.plan_transfer(src=(layout, kx.Shard()), dst=(layout, kx.Shard()),
 /// ...                         src_pages=[10, 11, 12, 13, 14], dst_pages=[7, 9], start=48, tokens=32)
-/// >>> len(plan), plan.bytes, plan.ops["src_offset"][0] // 4096, plan.ops["dst_offset"][0] // 4096
-/// (4, 16384, 13, 7)
+/// >>> len(plan), plan.bytes, plan.ops["src_offset"].tolist(), plan.ops["dst_offset"].tolist()
+/// (4, 16384, [53248, 57344, 53248, 57344], [28672, 36864, 28672, 36864])
 #[pyfunction]
-#[pyo3(signature = (src, dst, *, src_pages, dst_pages, tokens, start=Count(0), src_start=Count(0), dst_start=None,
-                    layers=None, src_page_count=None, dst_page_count=None),
+#[pyo3(signature = (src, dst, *, src_pages, dst_pages, tokens, start=Count(0), src_start=Count(0),
+                    dst_start=None, layers=None, src_page_count=None, dst_page_count=None),
        text_signature = "(src, dst, *, src_pages, dst_pages, tokens, start=0, src_start=0, dst_start=None, \
                          layers=None, src_page_count=None, dst_page_count=None)")]
 #[expect(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "they are keywords in Python")]

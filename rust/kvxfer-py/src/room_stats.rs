@@ -26,7 +26,8 @@ pub(crate) struct RoomStats {
 impl RoomStats {
     fn __repr__(&self) -> String {
         format!(
-            "RoomStats(bootstrap_us={}, waiting_us={}, transfer_us={}, bytes={}, writes={}, first_write_at_us={}, at_us={})",
+            "RoomStats(bootstrap_us={}, waiting_us={}, transfer_us={}, bytes={}, writes={}, \
+             first_write_at_us={}, at_us={})",
             self.bootstrap_us,
             self.waiting_us,
             self.transfer_us,

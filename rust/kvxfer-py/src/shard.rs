@@ -1,5 +1,6 @@
 //! `kvxfer.Shard`.
 
+use crate::args::Int;
 use crate::errors;
 use crate::layout::PageLayout;
 use kvxfer_proto::layout;
@@ -23,9 +24,17 @@ pub(crate) struct Shard(pub(crate) layout::Shard);
 #[pymethods]
 impl Shard {
     #[new]
-    #[pyo3(signature = (tp_rank=0, tp_size=1, pp_rank=0, pp_size=1))]
-    fn new(py: Python<'_>, tp_rank: u32, tp_size: u32, pp_rank: u32, pp_size: u32) -> PyResult<Self> {
-        let shard = layout::Shard { tp_rank, tp_size, pp_rank, pp_size };
+    #[pyo3(signature = (tp_rank=Int(0), tp_size=Int(1), pp_rank=Int(0), pp_size=Int(1)),
+           text_signature = "(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)")]
+    fn new(
+        py: Python<'_>,
+        tp_rank: Int<u32>,
+        tp_size: Int<u32>,
+        pp_rank: Int<u32>,
+        pp_size: Int<u32>,
+    ) -> PyResult<Self> {
+        let shard =
+            layout::Shard { tp_rank: tp_rank.0, tp_size: tp_size.0, pp_rank: pp_rank.0, pp_size: pp_size.0 };
         shard.validate().map_err(|e| errors::bad(py, e.to_string()))?;
         Ok(Self(shard))
     }

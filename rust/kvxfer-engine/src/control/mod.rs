@@ -139,8 +139,9 @@ impl Control {
         let mut ready = std::mem::take(&mut self.ready);
         ready.clear();
         // Interrupted or not, whatever is ready now is ready the next time too.
-        let waited = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut ready), limit.as_ref());
-        let any = waited.is_ok_and(|n| n > 0);
+        let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut ready), limit.as_ref());
+        // The other descriptors only wake a sleeper: they may stay readable while there is nothing to do.
+        let any = ready.iter().any(|e| matches!(e.data.u64(), TOKEN_LISTENER | TOKEN_NAMES | TOKEN_CONN..));
         for event in &ready {
             let flags = event.flags;
             match event.data.u64() {

@@ -201,13 +201,12 @@ impl Driver {
             at_us: now.0,
             kind: event.kind,
         };
-        if out.is_terminal()
-            && let Some(shared) = self.rooms.get(&room)
-        {
-            shared.finish(out.clone());
-        }
         let (terminal, over) = (out.is_terminal(), event.released && !retracted);
-        self.shared.events.push(out);
+        // First the queue: whoever wakes from a wait finds the event there.
+        self.shared.events.push(out.clone());
+        if terminal && let Some(shared) = self.rooms.get(&room) {
+            shared.finish(out);
+        }
         if over {
             self.rooms.remove(&room);
             self.first_write.remove(&room);

@@ -4,6 +4,7 @@
 
 use kvxfer_engine::{Agent, AgentConfig, AgentEvent, ExpectOrder, FabricChoice, PushOrder};
 use kvxfer_fabric::shm::ShmPool;
+use kvxfer_fabric::ucx::{UcxOptions, UcxPool};
 use kvxfer_fabric::{Backing, MemKind, RegionSpan};
 use kvxfer_proto::msg::Verify;
 use kvxfer_proto::node::EventKind;
@@ -39,9 +40,20 @@ pub struct Memory {
 
 impl Memory {
     pub fn new(side: &Side, pool: bool) -> Self {
+        let total: u64 = side.regions(&[PAGES]).unwrap().iter().map(|s| s.len).sum();
+        Self::over(side, pool.then(|| ShmPool::alloc(total).unwrap()))
+    }
+
+    /// Memory that UCX allocated, which its shared-memory transports can write.
+    pub fn of_ucx(side: &Side) -> Self {
+        let total: u64 = side.regions(&[PAGES]).unwrap().iter().map(|s| s.len).sum();
+        let options = UcxOptions { tls: None, wheel_dir: wheel_dir() };
+        Self::over(side, Some(UcxPool::alloc(total, &options).unwrap()))
+    }
+
+    fn over(side: &Side, pool: Option<Arc<dyn Backing>>) -> Self {
         let shapes = side.regions(&[PAGES]).unwrap();
         let total: u64 = shapes.iter().map(|s| s.len).sum();
-        let pool = pool.then(|| ShmPool::alloc(total).unwrap());
         let plain = if pool.is_none() { vec![0u8; total as usize] } else { Vec::new() };
         let mut at = pool.as_ref().map_or(plain.as_ptr() as u64, |p| p.addr());
         let spans = shapes
@@ -91,7 +103,16 @@ pub struct Party {
 }
 
 pub fn party(name: &str, side: Side, fabric: FabricChoice, pool: bool, tune: impl FnOnce(&mut AgentConfig)) -> Party {
-    let memory = Memory::new(&side, pool);
+    party_with(name, side.clone(), fabric, Memory::new(&side, pool), tune)
+}
+
+pub fn party_with(
+    name: &str,
+    side: Side,
+    fabric: FabricChoice,
+    memory: Memory,
+    tune: impl FnOnce(&mut AgentConfig),
+) -> Party {
     let mut config = AgentConfig::new(name, side, vec![PAGES], memory.spans.clone());
     config.fabric = fabric;
     config.ucx_wheel_dir = wheel_dir();

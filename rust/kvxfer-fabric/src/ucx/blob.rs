@@ -122,11 +122,13 @@ impl Blob {
         let mut regions = Vec::with_capacity(count);
         for i in 0..count {
             let region = RegionDesc { mem: r.u32("region")?, off: r.u64("region")?, len: r.u64("region")? };
-            let mem_len = usize::try_from(region.mem).ok().and_then(|m| mems.get(m)).map_or(0, |m| m.len);
-            if region.off.checked_add(region.len).is_none_or(|end| end > mem_len) {
+            let Some(mem) = usize::try_from(region.mem).ok().and_then(|m| mems.get(m)) else {
+                return Err(bad(format!("region {i} lies in memory {} of {}", region.mem, mems.len())));
+            };
+            if region.off.checked_add(region.len).is_none_or(|end| end > mem.len) {
                 return Err(bad(format!(
-                    "region {i} of {} bytes at {} leaves memory {} of {mem_len} bytes",
-                    region.len, region.off, region.mem
+                    "region {i} of {} bytes at {} leaves memory {} of {} bytes",
+                    region.len, region.off, region.mem, mem.len
                 )));
             }
             regions.push(region);
@@ -245,6 +247,7 @@ mod tests {
         assert!(change(|b| b.mems.clear()).is_err());
         assert!(change(|b| b.mems[1].len = 7).is_err());
         assert!(change(|b| b.regions[0].mem = 2).is_err());
+        assert!(change(|b| b.regions[1].mem = 2).is_err());
         assert!(change(|b| b.regions[0].off = 97).is_err());
         assert!(change(|b| b.regions[0].len = u64::MAX).is_err());
         assert!(change(|b| b.address.clear()).is_err());

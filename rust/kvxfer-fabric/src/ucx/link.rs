@@ -9,9 +9,13 @@ use super::{Registered, UcxFabric};
 use crate::{Completion, EndRole, EpId, FabricError};
 use kvxfer_ucx_sys::bindings::UCS_OK;
 use std::collections::{BTreeSet, VecDeque};
+use std::time::{Duration, Instant};
 
-/// Hellos kept for endpoints that this side has not made yet.
-const MAX_PARKED: usize = 256;
+/// How long a peer may take to answer the first write and the hello. Without a limit a connection that UCX paired
+/// with one that is gone would wait for good.
+const CONNECT_WAIT: Duration = Duration::from_secs(5);
+/// Peers remembered for a failed connection.
+const MAX_BEHIND: usize = 1024;
 /// Bytes of the first write.
 const WARM_BYTES: usize = 8;
 
@@ -28,7 +32,7 @@ pub(super) struct End {
     keys: Vec<Rkey>,
     remotes: Vec<Remote>,
     /// Whether a put may still be under way, and with it the use of a key.
-    dirty: bool,
+    pub(super) dirty: bool,
 }
 
 impl End {
@@ -46,7 +50,7 @@ impl End {
     }
 }
 
-enum State {
+pub(super) enum State {
     /// The first write is under way.
     Warming(Option<Request>),
     /// The hello is out.
@@ -60,13 +64,16 @@ enum State {
 
 /// An endpoint as the caller knows it.
 pub(super) struct Link {
-    role: EndRole,
-    peer: u128,
-    end: Option<End>,
-    state: State,
-    token: u64,
+    pub(super) role: EndRole,
+    pub(super) peer: u128,
+    pub(super) end: Option<End>,
+    pub(super) state: State,
+    pub(super) token: u64,
+    pub(super) started: Instant,
+    /// The peer's worker address, with padding.
+    pub(super) address: Vec<u8>,
     /// Unanswered flushes; those without a request are done and wait for the ones before them.
-    flushes: VecDeque<(u64, Option<Request>)>,
+    pub(super) flushes: VecDeque<(u64, Option<Request>)>,
 }
 
 impl Link {
@@ -138,6 +145,11 @@ impl Link {
         });
     }
 
+    /// Whether it should have connected by now.
+    fn is_late(&self) -> bool {
+        matches!(self.state, State::Warming(_) | State::Greeting) && self.started.elapsed() > CONNECT_WAIT
+    }
+
     /// Whether something happened that has not been reported.
     fn has_news(&self) -> bool {
         let failed = match &self.state {
@@ -154,13 +166,13 @@ impl Link {
 #[derive(Default)]
 pub(super) struct Peer {
     /// Transports that it said it writes through, and those of our own endpoints.
-    transports: BTreeSet<String>,
+    pub(super) transports: BTreeSet<String>,
     /// It can write: a hello was answered.
-    writes: bool,
+    pub(super) writes: bool,
     /// Tokens of its hellos, each with the address of the endpoint of ours through which its writes come.
-    hellos: Vec<(u64, usize)>,
+    pub(super) hellos: Vec<(u64, usize)>,
     /// Why our closing its endpoints would not stop it.
-    leak: Option<&'static str>,
+    pub(super) leak: Option<&'static str>,
 }
 
 impl Peer {
@@ -176,18 +188,18 @@ impl Peer {
 
 /// A hello for which there is no endpoint yet.
 pub(super) struct Parked {
-    note: Note,
+    pub(super) note: Note,
     /// The reply endpoint, only ever compared.
-    reply: usize,
+    pub(super) reply: usize,
 }
 
 /// An endpoint that is being closed.
 pub(super) struct Ending {
-    peer: u128,
-    closing: Closing,
-    keys: Vec<Rkey>,
-    dirty: bool,
-    flushes: Vec<(EpId, u64, Option<Request>)>,
+    pub(super) peer: u128,
+    pub(super) closing: Closing,
+    pub(super) keys: Vec<Rkey>,
+    pub(super) dirty: bool,
+    pub(super) flushes: Vec<(EpId, u64, Option<Request>)>,
 }
 
 impl Ending {
@@ -212,13 +224,21 @@ impl UcxFabric {
         blob: &Blob,
         remote_lens: &[u64],
     ) -> Result<(), FabricError> {
-        let endpoint = Endpoint::create(&self.worker, &blob::padded(&blob.address))?;
+        let address = blob::padded(&blob.address);
+        if role == EndRole::Active && self.behind.remove(&blob.fabric) {
+            // The last connection failed, most likely paired with one that the peer has given up: catch up by one.
+            let skipped = Endpoint::create(&self.worker, &address)?;
+            self.close(blob.fabric, skipped);
+        }
+        let endpoint = Endpoint::create(&self.worker, &address)?;
         let mut link = Link {
             role,
             peer: blob.fabric,
             end: Some(End { endpoint, keys: Vec::new(), remotes: Vec::new(), dirty: false }),
             state: State::Open,
             token: self.next_token,
+            started: Instant::now(),
+            address,
             flushes: VecDeque::new(),
         };
         self.next_token += 1;
@@ -281,108 +301,14 @@ impl UcxFabric {
         Ok(())
     }
 
-    fn info(&self, link: &Link) -> String {
+    pub(super) fn info(&self, link: &Link) -> String {
         let names = link.transports();
         let names = if names.is_empty() { "transports unknown".to_owned() } else { names.join(", ") };
         format!("ucx {} over {names}", self.worker.lib().version())
     }
 
-    /// Reads what other fabrics said.
-    pub(super) fn read_notes(&mut self) -> bool {
-        let mut any = false;
-        while let Some(note) = self.worker.take_note() {
-            any = true;
-            let reply = note.reply.addr();
-            let Some(note) = Note::decode(&note.bytes).filter(|n| n.to == self.id) else {
-                continue;
-            };
-            match &note.body {
-                Body::Hello(_) => self.hello(note, reply),
-                Body::Answer => self.answered(&note),
-                Body::Bye => self.dismissed(&note),
-            }
-        }
-        any
-    }
-
-    /// A peer has warmed its endpoint and wants to write.
-    fn hello(&mut self, note: Note, reply: usize) {
-        let known: Vec<EpId> = self
-            .links
-            .iter()
-            .filter(|(_, l)| l.peer == note.from && l.end.is_some())
-            .map(|(ep, _)| *ep)
-            .collect();
-        let passive = |l: &Link| l.role == EndRole::Passive;
-        if !known.iter().filter_map(|ep| self.links.get(ep)).any(passive) {
-            // This side has not decided to be written to (yet).
-            self.parked.retain(|p| p.note.from != note.from);
-            if self.parked.len() < MAX_PARKED {
-                self.parked.push(Parked { note, reply });
-            }
-            return;
-        }
-        let matching = known.iter().copied().find(|ep| {
-            self.links.get(ep).and_then(|l| l.end.as_ref()).is_some_and(|e| e.endpoint.raw().addr() == reply)
-        });
-        let Some(link) = matching.or(known.first().copied()).and_then(|ep| self.links.get(&ep)) else {
-            return;
-        };
-        let Some(end) = &link.end else {
-            return;
-        };
-        let peer = self.peers.entry(note.from).or_default();
-        peer.writes = true;
-        peer.hellos.push((note.token, reply));
-        match &note.body {
-            Body::Hello(names) if !names.is_empty() => peer.transports.extend(names.iter().cloned()),
-            _ => peer.leak = Some("the peer does not know which transports it writes through"),
-        }
-        peer.transports.extend(end.endpoint.transports());
-        if matching.is_none() {
-            peer.leak = Some(
-                "UCX paired the peer's endpoint with one that kvxfer does not hold, as after a connection that was \
-                 lost halfway",
-            );
-        }
-        let answer = Note { from: self.id, to: note.from, token: note.token, body: Body::Answer };
-        if let Err(error) = send(&mut self.notes_out, &end.endpoint, &answer) {
-            tracing::debug!(%error, "no answer to a hello; the peer's connect fails when its endpoint does");
-        }
-    }
-
-    /// Our hello was answered: this side may write.
-    fn answered(&mut self, note: &Note) {
-        let found = self.links.iter().find(|(_, l)| {
-            l.peer == note.from && l.token == note.token && matches!(l.state, State::Greeting)
-        });
-        let Some((ep, link)) = found else {
-            return;
-        };
-        let (ep, info) = (*ep, self.info(link));
-        if let Some(link) = self.links.get_mut(&ep) {
-            link.state = State::Open;
-            if let Some(end) = &mut link.end {
-                end.dirty = false;
-            }
-            self.out.push(Completion::Connected { ep, info });
-        }
-    }
-
-    /// The peer closed the endpoint that this link writes to.
-    fn dismissed(&mut self, note: &Note) {
-        let found = self
-            .links
-            .iter()
-            .find(|(_, l)| l.peer == note.from && l.token == note.token && l.role == EndRole::Active)
-            .map(|(ep, _)| *ep);
-        if let Some(ep) = found {
-            self.break_link(ep, FabricError::Closed("the peer has closed it".into()));
-        }
-    }
-
     /// Closes a link's endpoint and leaves it broken.
-    fn break_link(&mut self, ep: EpId, why: FabricError) {
+    pub(super) fn break_link(&mut self, ep: EpId, why: FabricError) {
         let Some(link) = self.links.get_mut(&ep) else {
             return;
         };
@@ -397,6 +323,19 @@ impl UcxFabric {
 
     /// Moves every link along.
     pub(super) fn move_links(&mut self) {
+        let before = self.out.len();
+        self.move_each_link();
+        for completion in self.out.iter().skip(before) {
+            if let Completion::ConnectFailed { ep, .. } = completion
+                && let Some(link) = self.links.get(ep)
+                && self.behind.len() < MAX_BEHIND
+            {
+                self.behind.insert(link.peer);
+            }
+        }
+    }
+
+    fn move_each_link(&mut self) {
         self.notes_out.retain(|(request, _)| request.poll().is_none());
         let lib = self.worker.lib();
         for (ep, link) in &mut self.links {
@@ -426,6 +365,17 @@ impl UcxFabric {
                 continue;
             }
             if let Some(error) = link.end.as_ref().and_then(|e| e.endpoint.error()) {
+                link.fail(ep, error, &mut self.out);
+                continue;
+            }
+            if link.is_late() {
+                let error = FabricError::Os {
+                    call: "connect",
+                    why: format!(
+                        "the peer's fabric did not answer in {} s; connect again",
+                        CONNECT_WAIT.as_secs()
+                    ),
+                };
                 link.fail(ep, error, &mut self.out);
                 continue;
             }
@@ -504,6 +454,20 @@ impl UcxFabric {
     pub(super) fn start_fence(&mut self, ep: EpId, ticket: u64) -> Result<(), FabricError> {
         let link = self.links.remove(&ep).ok_or(FabricError::NoEndpoint(ep.0))?;
         let peer = link.peer;
+        if let (Some(end), Some(p)) = (&link.end, self.peers.get_mut(&peer)) {
+            // Those of the peer's endpoints that none of ours is paired with are told by way of this one.
+            let held: Vec<usize> = self
+                .links
+                .values()
+                .filter(|l| l.peer == peer)
+                .filter_map(|l| Some(l.end.as_ref()?.endpoint.raw().addr()))
+                .collect();
+            let raw = end.endpoint.raw().addr();
+            p.hellos
+                .iter_mut()
+                .filter(|(_, reply)| !held.contains(reply))
+                .for_each(|(_, reply)| *reply = raw);
+        }
         self.end_link(ep, link, true);
         let siblings: Vec<EpId> =
             self.links.iter().filter(|(_, l)| l.peer == peer && l.end.is_some()).map(|(ep, _)| *ep).collect();
@@ -582,7 +546,11 @@ impl UcxFabric {
     }
 }
 
-fn send(out: &mut Vec<(Request, Vec<u8>)>, endpoint: &Endpoint, note: &Note) -> Result<(), FabricError> {
+pub(super) fn send(
+    out: &mut Vec<(Request, Vec<u8>)>,
+    endpoint: &Endpoint,
+    note: &Note,
+) -> Result<(), FabricError> {
     let bytes = note.encode();
     // SAFETY: the bytes are kept beside the request until it is done; moving the vector does not move them.
     if let Some(request) = unsafe { endpoint.note(note::ID, &bytes)? } {

@@ -7,6 +7,7 @@
 mod blob;
 mod context;
 mod fence;
+mod greet;
 mod link;
 mod note;
 mod probe;
@@ -21,7 +22,7 @@ use blob::{Blob, MemDesc, RegionDesc};
 use context::Shared;
 use link::{Ending, FenceJob, Link, Peer};
 use safe::Mem;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{BorrowedFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -85,6 +86,8 @@ pub struct UcxFabric {
     blob: Vec<u8>,
     event_fd: Option<RawFd>,
     parked: Vec<link::Parked>,
+    /// Peers to which a connection failed.
+    behind: BTreeSet<u128>,
     out: Vec<Completion>,
     shared: Arc<Shared>,
 }
@@ -135,6 +138,7 @@ impl UcxFabric {
             blob,
             event_fd: Some(event_fd),
             parked: Vec::new(),
+            behind: BTreeSet::new(),
             out: Vec::new(),
             shared,
         })

@@ -242,6 +242,11 @@ impl ProbeWriter {
     /// # Errors
     /// When the endpoint breaks.
     pub fn write(&mut self, region: u32, value: u8) -> Result<bool, FabricError> {
+        let done = self.write_once(region, value)?;
+        if done { Ok(true) } else { self.flushed(WRITE_WAIT) }
+    }
+
+    fn write_once(&mut self, region: u32, value: u8) -> Result<bool, FabricError> {
         for byte in &self.plain.0 {
             byte.store(value, Ordering::Relaxed);
         }
@@ -249,7 +254,7 @@ impl ProbeWriter {
         self.fabric.post(EP, &[piece])?;
         self.next_ticket += 1;
         self.fabric.flush(EP, self.next_ticket)?;
-        self.flushed(WRITE_WAIT)
+        self.flushed(Duration::ZERO)
     }
 
     /// Waits for the last flush.
@@ -294,21 +299,26 @@ pub fn one_sided_probe(tls: &str, options: &UcxOptions) -> Result<OneSided, Fabr
     }
     let mut found = OneSided { transports: writer.transports(), pool: false, plain: false };
     for region in [0u32, 1] {
-        let value = 0xA5 ^ u8::try_from(region).unwrap_or(0);
-        let done = writer.write(region, value)?;
+        // The first write may still set up what later ones use, and so may need the receiver; it is not judged.
+        let mut done = writer.write_once(region, 1)?;
+        let start = Instant::now();
+        while !done && start.elapsed() < CONNECT_WAIT {
+            target.progress();
+            done = writer.flushed(Duration::ZERO)?;
+        }
+        let value = 0xA5;
+        done &= writer.write(region, value)?;
         let (pool, plain) = target.arrived(value);
         if region == 0 {
             found.pool = done && pool;
         } else {
             found.plain = done && plain;
         }
-        // Let a write that needed the receiver end, so that the next one is measured alone.
+        // Let a write that needed the receiver end, so that the next one is judged alone.
         let start = Instant::now();
-        while !done && start.elapsed() < WRITE_WAIT {
+        while !done && start.elapsed() < CONNECT_WAIT {
             target.progress();
-            if writer.flushed(Duration::ZERO)? {
-                break;
-            }
+            done = writer.flushed(Duration::ZERO)?;
         }
     }
     Ok(found)

@@ -66,7 +66,7 @@ impl Drop for Peer {
 }
 
 /// Starts this binary again, to run only its test `peer_process`.
-pub fn spawn(job: &str, tls: &str, bytes: usize) -> Peer {
+pub fn spawn(job: &str, tls: &str, bytes: usize, env: &[(&str, &str)]) -> Peer {
     let dir = tempfile::tempdir().expect("folder");
     let path = dir.path().join("s");
     let listener = UnixListener::bind(&path).expect("socket");
@@ -77,6 +77,7 @@ pub fn spawn(job: &str, tls: &str, bytes: usize) -> Peer {
         .env(JOB, job)
         .env(TLS, tls)
         .env(BYTES, bytes.to_string())
+        .envs(env.iter().copied())
         .stdout(std::process::Stdio::null());
     let child = command.spawn().expect("own binary starts");
     let (stream, _) = listener.accept().expect("peer connects");

@@ -1,0 +1,169 @@
+"""The command `kvxfer`.
+
+Each subcommand lives in a module of its own that is imported when the subcommand runs, so that `kvxfer
+--help` is quick and a command needs only what it uses. A command's `run(options)` returns the exit status;
+what the user should know of a failure is a `CommandError`, printed as one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import kvxfer
+from kvxfer.cli._errors import CommandError
+
+__all__ = ["main"]
+
+# 128 + SIGINT, as shells have it.
+_INTERRUPTED = 130
+
+
+def _at_least(least: int) -> Any:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    # argparse names the function in the message about what is no number at all.
+    number.__name__ = "number"
+    return number
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of text for people"
+    )
+
+
+def _add_fabric(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fabric",
+        choices=("shm", "ucx"),
+        default="shm",
+        help="what carries the bytes: shared memory on one host, or UCX (default: %(default)s)",
+    )
+
+
+def _demo(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="run the main job: prefill and decode processes hand off a real model's KV cache",
+        description=(
+            "Runs a small language model (SmolLM2-135M in plain numpy) disaggregated: prefill processes read "
+            "the prompt and push its KV pages layer by layer while they compute, decode processes get them "
+            "and write the answer. The answer is compared token for token with one process that does it all."
+        ),
+    )
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="what the user says (default: a short passage and a question)"
+    )
+    _add_fabric(parser)
+    for side in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{side}-tp",
+            type=int,
+            choices=(1, 3),
+            default=1,
+            help=f"tensor-parallel {side} ranks, one process each; the model has 3 KV heads (default: "
+            "%(default)s)",
+        )
+    parser.add_argument(
+        "--max-tokens",
+        type=_at_least(1),
+        default=48,
+        metavar="N",
+        help="length of the answer at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chunk",
+        type=_at_least(1),
+        default=64,
+        metavar="N",
+        help="tokens that prefill computes at a time; each chunk is pushed layer by layer (default: "
+        "%(default)s)",
+    )
+    _add_json(parser)
+    parser.set_defaults(module="kvxfer.cli.demo")
+
+
+def _doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what this host can do, and what to do about what it cannot",
+        description=(
+            "Reports the UCX that is loaded and its transports, the rules and limits of this host, and its "
+            "GPUs, and tests each fabric over two processes: how fast it is, and for each UCX transport "
+            "whether writes are one-sided (the receiver does nothing, and yet the bytes are there). The exit "
+            "status is 0 unless shared memory itself fails."
+        ),
+    )
+    _add_json(parser)
+    parser.set_defaults(module="kvxfer.cli.doctor")
+
+
+def _bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure", description="Measures what kvxfer costs.")
+    benches = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    post = benches.add_parser(
+        "post",
+        help="what push, expect and poll cost the thread that calls them",
+        description=(
+            "Measures what push, expect and poll cost the calling thread, on the geometry of one of eight "
+            "ranks of Qwen3-32B (64 layers, 1 KV head of 128, bfloat16, pages of 16 tokens, shuffled). Two "
+            "agents in two processes hand off real bytes."
+        ),
+    )
+    post.add_argument(
+        "--tokens",
+        type=_at_least(1),
+        default=2000,
+        metavar="N",
+        help="tokens of each hand-off (default: %(default)s)",
+    )
+    post.add_argument(
+        "--rooms",
+        type=_at_least(10),
+        default=150,
+        metavar="N",
+        help="hand-offs to measure over, one after the other (default: %(default)s)",
+    )
+    _add_fabric(post)
+    _add_json(post)
+    post.set_defaults(module="kvxfer.cli.bench_post")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvxfer",
+        description="Hands a request's paged KV cache from a prefill engine to a decode engine.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvxfer {kvxfer.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (_demo, _doctor, _bench):
+        add(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status: 0 well, 1 failed, 2 wrong arguments, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    command: Any = importlib.import_module(options.module)
+    try:
+        status: int = command.run(options)
+        sys.stdout.flush()
+    except CommandError as error:
+        print(f"kvxfer: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print("kvxfer: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has gone. Without this the interpreter's own flush at its end complains.
+        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+        return 1
+    return status

@@ -1,0 +1,176 @@
+"""One of the two processes of `kvxfer bench post`.
+
+Every number is the median (or another rank) of single calls, each between two readings of
+`time.perf_counter_ns`, less what two readings with nothing between them take. Python's garbage collector is
+off meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import kvxfer as kx
+from kvxfer.cli._loopback import PAGE_TOKENS, End, Fabric, shuffled
+from kvxfer.cli._worker import Link, run
+
+# The first hand-offs meet cold memory and a peer that is not connected yet.
+_WARM_UP = 6
+# The cost of page ids does not depend on how many layers have such pages, so one layer will do, and little
+# memory.
+_ONE_LAYER = kx.PageLayout(layers=1, kv_heads=1, head_dim=128, page_tokens=PAGE_TOKENS, dtype="bfloat16")
+_PAGE_COUNTS = (125, 250, 500, 1000, 2000)
+_CALLS = 300
+# Orders and cancels that may be under way, far from filling the queue.
+_BATCH = 50
+_POLLS = 20_000
+_WAKES = 100
+
+
+def _clock_ns() -> int:
+    """What two readings of the clock take."""
+    clock = time.perf_counter_ns
+    took = []
+    for _ in range(2000):
+        begin = clock()
+        took.append(clock() - begin)
+    return sorted(took)[len(took) // 2]
+
+
+def _hand_offs(end: End, rooms: list[int], source: str, *, pushes: bool) -> list[dict[str, int]]:
+    """Real hand-offs, one after the other, each with its grant there before the push.
+
+    In turns the transfer thread is awake when the call comes, and asleep: then the call has to have the
+    system wake it.
+    """
+    clock, agent, pages, tokens = time.perf_counter_ns, end.agent, end.pages, end.tokens
+    out = []
+    for number, room in enumerate(rooms):
+        if pushes:
+            end.await_grant(room)
+        asleep = number % 2
+        (end.let_sleep if asleep else end.rouse)()
+        submitted_us = time.monotonic_ns() // 1000
+        if pushes:
+            begin = clock()
+            agent.push(room, pages, tokens=tokens)
+            call_ns = clock() - begin
+        else:
+            begin = clock()
+            agent.expect(room, pages, tokens=tokens, source=source)
+            call_ns = clock() - begin
+        first_write_us = end.drain(room).stats.first_write_at_us
+        out.append(
+            {
+                "asleep": asleep,
+                "call_ns": call_ns,
+                "submitted_us": submitted_us,
+                "first_write_us": first_write_us,
+            }
+        )
+    return out[_WARM_UP:]
+
+
+def _wake_ns() -> int:
+    """What it takes on this host to wake a sleeping thread by an eventfd, with nothing of kvxfer in it."""
+    clock = time.perf_counter_ns
+    signal = os.eventfd(0)
+    awake = threading.Event()
+
+    def sleep() -> None:
+        for _ in range(_WAKES):
+            os.eventfd_read(signal)
+            awake.set()
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    took = []
+    for _ in range(_WAKES):
+        time.sleep(1e-3)
+        awake.clear()
+        begin = clock()
+        os.eventfd_write(signal, 1)
+        took.append(clock() - begin)
+        awake.wait()
+    thread.join()
+    os.close(signal)
+    return sorted(took)[len(took) // 2]
+
+
+def _drain(agent: kx.Agent, rooms: int) -> None:
+    """Polls until so many rooms have been released."""
+    while rooms:
+        rooms -= sum(event.released for event in agent.poll())
+
+
+def _by_pages(fabric: Fabric) -> list[dict[str, Any]]:
+    """What `push` costs by the number of pages, as array and as list: pushes that no peer asks for."""
+    clock = time.perf_counter_ns
+    pool = kx.alloc(_ONE_LAYER, kx.Shard(), pages=max(_PAGE_COUNTS), fabric=fabric)
+    out = []
+    with kx.Agent("pages", _ONE_LAYER, kx.Shard(), memory=pool, role="prefill", fabric=fabric) as agent:
+
+        def push(pages: Any, tokens: int) -> int:
+            room = kx.new_room()
+            begin = clock()
+            agent.push(room, pages, tokens=tokens)
+            took = clock() - begin
+            agent.cancel(room)
+            return took
+
+        for count in _PAGE_COUNTS:
+            array = shuffled(max(_PAGE_COUNTS), count, seed=3)
+            numbers = [int(page) for page in array]
+            took: dict[str, list[int]] = {"array_ns": [], "list_ns": []}
+            # In turns, so that a slow moment of the machine hits both alike.
+            for call in range(_CALLS):
+                took["array_ns"].append(push(array, count * PAGE_TOKENS))
+                took["list_ns"].append(push(numbers, count * PAGE_TOKENS))
+                if (call + 1) % (_BATCH // 2) == 0:
+                    _drain(agent, _BATCH)
+            out.append({"pages": count, **took})
+    return out
+
+
+def _empty_polls(poll: Callable[[], list[kx.Event]]) -> list[int]:
+    clock = time.perf_counter_ns
+    took = []
+    for _ in range(_POLLS):
+        begin = clock()
+        poll()
+        took.append(clock() - begin)
+    # The caller wants ranks of it, not twenty thousand numbers.
+    return [int(rank) for rank in np.percentile(took, (50, 99))]
+
+
+def _work(link: Link, config: dict[str, Any]) -> None:
+    pushes = config["side"] == "prefill"
+    end = End(config["side"], config["fabric"], config["tokens"], pooled=True, secret=config["secret"])
+    with end.agent as agent:
+        if pushes:
+            end.fill()
+        else:
+            end.touch()
+        link.send("listening", address=agent.address)
+        source = link.receive()["source"]
+        gc.disable()
+        rooms = _hand_offs(end, config["rooms"], source, pushes=pushes)
+        right = pushes or end.is_filled()
+        link.send("handed-off", rooms=rooms, right=right, clock_ns=_clock_ns())
+        # The other side is idle during what follows.
+        link.receive()
+        if pushes:
+            link.send("measured", by_pages=_by_pages(config["fabric"]))
+        else:
+            link.send("measured", poll_ns=_empty_polls(agent.poll), wake_ns=_wake_ns())
+        link.receive()
+
+
+if __name__ == "__main__":
+    run(_work, (kx.KvxferError,))

@@ -1,0 +1,128 @@
+"""Two agents in two processes that hand off rooms of one size again and again, for `doctor` and `bench post`.
+
+The geometry is that of one of eight ranks of Qwen3-32B: 64 layers, 1 KV head of 128, bfloat16, pages of 16
+tokens, so a page of one region has 4 KiB.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+import kvxfer as kx
+
+__all__ = ["LAYOUT", "PAGE_TOKENS", "ROOM_S", "End", "Fabric", "Side", "shuffled"]
+
+Fabric: TypeAlias = Literal["shm", "ucx"]
+Side: TypeAlias = Literal["prefill", "decode"]
+
+PAGE_TOKENS = 16
+LAYOUT = kx.PageLayout(layers=64, kv_heads=1, head_dim=128, page_tokens=PAGE_TOKENS, dtype="bfloat16")
+ROOM_S = 30.0
+# Pages of a pool for each page of a hand-off: an engine's pool is larger than one request.
+_SPREAD = 2
+# Far longer than a transfer thread spins (`spin_us`, 50 by default).
+_SLEEP_S = 1e-3
+
+Pages = npt.NDArray[np.int32]
+
+
+def shuffled(pool: int, count: int, seed: int) -> Pages:
+    """`count` page ids of a pool of `pool`, in no order."""
+    return np.random.default_rng(seed).permutation(pool)[:count].astype(np.int32)
+
+
+class End:
+    """One side: memory, page ids and an agent.
+
+    Args:
+        side: `"prefill"` or `"decode"`.
+        fabric: `"shm"` or `"ucx"`.
+        tokens: tokens of a hand-off.
+        pooled: whether the memory comes from `kvxfer.alloc`, or is numpy's as an engine's would be.
+        secret: the group's secret.
+    """
+
+    def __init__(self, side: Side, fabric: Fabric, tokens: int, *, pooled: bool, secret: str) -> None:
+        self.tokens = tokens
+        self.count = -(-tokens // PAGE_TOKENS)
+        total = _SPREAD * self.count
+        self.memory: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+        owner: Any
+        if pooled:
+            pool = owner = kx.alloc(LAYOUT, kx.Shard(), pages=total, fabric=fabric)
+            self.memory = [(pool.k(i), pool.v(i)) for i in range(LAYOUT.layers)]
+        else:
+            shape = (total, 1, PAGE_TOKENS, LAYOUT.head_dim)
+            self.memory = [
+                (np.zeros(shape, np.uint16), np.zeros(shape, np.uint16)) for _ in range(LAYOUT.layers)
+            ]
+            owner = self.memory
+        self.pages = shuffled(total, self.count, seed=1 if side == "prefill" else 2)
+        self.agent = kx.Agent(
+            side, LAYOUT, kx.Shard(), memory=owner, role=side, fabric=fabric, secret=secret, engine=side
+        )
+
+    def fill(self) -> None:
+        """Gives each page its own contents."""
+        for layer, pair in enumerate(self.memory):
+            for part, array in enumerate(pair):
+                array.view(np.uint16)[self.pages] = _contents(layer, part, self.count)
+
+    def touch(self) -> None:
+        """Has the system map the pages that bytes will land in, as those of a running engine are."""
+        for pair in self.memory:
+            for array in pair:
+                array.view(np.uint16)[self.pages] = 0
+
+    def is_filled(self) -> bool:
+        """Whether each token that was handed off is what `fill` wrote on the other side."""
+        for layer, pair in enumerate(self.memory):
+            for part, array in enumerate(pair):
+                got = array.view(np.uint16)[self.pages].reshape(-1, LAYOUT.head_dim)[: self.tokens]
+                wanted = _contents(layer, part, self.count).reshape(-1, LAYOUT.head_dim)[: self.tokens]
+                if not np.array_equal(got, wanted):
+                    return False
+        return True
+
+    def await_grant(self, room: int) -> None:
+        """Bootstraps a room and waits until decode's grant for it is here.
+
+        Raises:
+            KvxferError: if the room fails, or the time is up.
+        """
+        self.agent.open(room)
+        deadline = time.monotonic() + ROOM_S
+        while self.agent.state(room) == "Bootstrapping":
+            if time.monotonic() > deadline:
+                raise kx.TransferTimeout(f"no grant for room {room} in {ROOM_S:.0f} s")
+            time.sleep(20e-6)
+
+    def rouse(self) -> None:
+        """Has the transfer thread awake: it has just emptied its queue, and spins before it sleeps."""
+        # An order that asks for nothing.
+        self.agent.evict("nobody")
+        while self.agent.stats()["queue_depth"]:
+            pass
+
+    def let_sleep(self) -> None:
+        """Has the transfer thread asleep."""
+        time.sleep(_SLEEP_S)
+
+    def drain(self, room: int) -> kx.Event:
+        """Waits for the room's end, and takes everything out of the completion queue."""
+        event = self.agent.wait(room, ROOM_S)
+        while not any(other.room == room and other.released for other in self.agent.poll()):
+            time.sleep(10e-6)
+        return event
+
+
+def _contents(layer: int, part: int, count: int) -> npt.NDArray[np.uint16]:
+    """What the pages of one region hold: rows differ by page, token, layer and part."""
+    rows = np.arange(count * PAGE_TOKENS, dtype=np.uint32) * 7919 + layer * 131 + part * 17
+    columns = np.arange(LAYOUT.head_dim, dtype=np.uint32) * 257
+    mixed = (rows[:, np.newaxis] + columns).astype(np.uint16)
+    return mixed.reshape(count, 1, PAGE_TOKENS, LAYOUT.head_dim)

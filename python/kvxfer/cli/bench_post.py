@@ -1,0 +1,179 @@
+"""`kvxfer bench post`: what push, expect and poll cost the thread that calls them."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import secrets
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from kvxfer.cli._errors import CommandError
+from kvxfer.cli._text import print_json, progress, table
+from kvxfer.cli._workers import Workers
+
+__all__ = ["run", "slope"]
+
+_SIDES = ("prefill", "decode")
+_STEP_S = 60.0
+# As many as a worker leaves out.
+_WARM_UP = 6
+_PAGE_TOKENS = 16
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """The slope of a line through the points by Theil and Sen: an outlier does no harm."""
+    return statistics.median(
+        (y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.combinations(points, 2)
+    )
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def _first_writes(prefill: Sequence[dict[str, int]], decode: Sequence[dict[str, int]]) -> list[int]:
+    """From each push to its first byte, as seen by the side that moved it: the one that has a time."""
+    out = []
+    for pushed, expected in zip(prefill, decode, strict=True):
+        times = [side["first_write_us"] for side in (pushed, expected) if side["first_write_us"]]
+        if times:
+            out.append(max(0, min(times) - pushed["submitted_us"]))
+    return out
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    config = {
+        "fabric": options.fabric,
+        "tokens": options.tokens,
+        "secret": secrets.token_hex(32),
+        "rooms": [secrets.randbits(63) for _ in range(options.rooms + _WARM_UP)],
+    }
+    with Workers() as workers:
+        progress(f"{options.rooms} hand-offs of {options.tokens} tokens over {options.fabric}")
+        for side in _SIDES:
+            workers.start(side, "kvxfer.cli._bench_post_end", {**config, "side": side})
+        listening = workers.receive(_SIDES, "listening", _STEP_S)
+        workers.send(_SIDES, source=listening["prefill"]["address"])
+        # A room takes some 10 to 50 ms; ten times that is a machine that does not move.
+        found = workers.receive(_SIDES, "handed-off", _STEP_S + options.rooms * 0.5)
+        progress("push by the number of pages, and empty polls")
+        measured: dict[str, Any] = {}
+        for side in _SIDES:
+            workers.send([side], go=True)
+            measured.update(workers.receive([side], "measured", _STEP_S))
+        workers.send(_SIDES, close=True)
+        workers.finish(_SIDES, _STEP_S)
+    prefill, decode = found["prefill"], found["decode"]
+    if not decode["right"]:
+        raise CommandError("the bytes that arrived are not those that were sent: the figures mean nothing")
+
+    def net_us(side: dict[str, Any], ns: float) -> float:
+        clock_ns: int = side["clock_ns"]
+        return max(0.0, ns - clock_ns) / 1e3
+
+    def call_us(side: dict[str, Any], percent: float, *, asleep: bool) -> float:
+        calls: list[float] = [room["call_ns"] for room in side["rooms"] if room["asleep"] == asleep]
+        return net_us(side, _percentile(calls, percent))
+
+    by_pages = measured["prefill"]["by_pages"]
+    arrays = [(point["pages"], statistics.median(point["array_ns"])) for point in by_pages]
+    lists = [(point["pages"], statistics.median(point["list_ns"])) for point in by_pages]
+    first = _first_writes(prefill["rooms"], decode["rooms"])
+    if not first:
+        raise CommandError("no room of the run says when its first byte moved")
+    per_page = slope(arrays)
+    return {
+        "push_us_p50": call_us(prefill, 50, asleep=False),
+        "push_us_p99": call_us(prefill, 99, asleep=False),
+        "push_wake_us_p50": call_us(prefill, 50, asleep=True),
+        "expect_us_p50": call_us(decode, 50, asleep=False),
+        "expect_us_p99": call_us(decode, 99, asleep=False),
+        "expect_wake_us_p50": call_us(decode, 50, asleep=True),
+        "host_wake_us_p50": net_us(decode, measured["decode"]["wake_ns"]),
+        "poll_empty_ns_p50": net_us(decode, measured["decode"]["poll_ns"][0]) * 1e3,
+        "push_ns_per_page": per_page,
+        "push_list_ns_per_page": slope(lists) - per_page,
+        "submit_to_first_write_us_p50": statistics.median(first),
+        "push_us_by_pages": {str(pages): net_us(prefill, ns) for pages, ns in arrays},
+        "push_list_us_by_pages": {str(pages): net_us(prefill, ns) for pages, ns in lists},
+        "clock_ns": prefill["clock_ns"],
+        "fabric": options.fabric,
+        "tokens": options.tokens,
+        "pages": -(-options.tokens // _PAGE_TOKENS),
+        "rooms": options.rooms,
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    counts = ", ".join(found["push_us_by_pages"])
+    rows = [
+        (
+            "push_us_p50",
+            f"{found['push_us_p50']:.2f}",
+            "one push of all layers, the transfer thread awake: median",
+        ),
+        ("push_us_p99", f"{found['push_us_p99']:.2f}", "the same, all but the slowest hundredth"),
+        (
+            "push_wake_us_p50",
+            f"{found['push_wake_us_p50']:.2f}",
+            "the same, the thread asleep: the call wakes it",
+        ),
+        (
+            "expect_us_p50",
+            f"{found['expect_us_p50']:.2f}",
+            "one expect of all pages, the transfer thread awake: median",
+        ),
+        ("expect_us_p99", f"{found['expect_us_p99']:.2f}", "the same, all but the slowest hundredth"),
+        (
+            "expect_wake_us_p50",
+            f"{found['expect_wake_us_p50']:.2f}",
+            "the same, the thread asleep: the call wakes it",
+        ),
+        (
+            "host_wake_us_p50",
+            f"{found['host_wake_us_p50']:.2f}",
+            "what waking any thread takes on this host, without kvxfer",
+        ),
+        (
+            "poll_empty_ns_p50",
+            f"{found['poll_empty_ns_p50']:.0f}",
+            "one poll() that has nothing to say: median",
+        ),
+        (
+            "push_ns_per_page",
+            f"{found['push_ns_per_page']:.2f}",
+            f"more for each id of an int32 array (slope over {counts})",
+        ),
+        (
+            "push_list_ns_per_page",
+            f"{found['push_list_ns_per_page']:.2f}",
+            "more than that for each id of a Python list",
+        ),
+        (
+            "submit_to_first_write_us_p50",
+            f"{found['submit_to_first_write_us_p50']:.0f}",
+            "from the call of push, with the grant there, until the first byte moves: median",
+        ),
+    ]
+    print(
+        f"{found['rooms']} hand-offs of {found['tokens']} tokens ({found['pages']} pages) of a Qwen3-32B TP8 "
+        f"rank over {found['fabric']}, int32 page ids:\n"
+    )
+    print(table((name, value.rjust(10), text) for name, value, text in rows))
+    print(
+        f"\nEach is the time of a single call in the thread that makes it; the {found['clock_ns']} ns that "
+        "reading the clock takes are taken off."
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command."""
+    found = _measure(options)
+    if options.json:
+        print_json(found)
+    else:
+        _show(found)
+    return 0

@@ -1,0 +1,66 @@
+"""`kvxfer bench post`: every key is there, and the figures are sane. How low they are, the bench itself says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvxfer.cli.bench_post import _first_writes, _percentile, slope
+
+pytestmark = pytest.mark.timeout(100)
+
+
+def bench(*arguments: str) -> dict[str, Any]:
+    result = subprocess.run(
+        [sys.executable, "-m", "kvxfer.cli", "bench", "post", "--json", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_every_figure_is_there_and_sane() -> None:
+    found = bench("--tokens", "320", "--rooms", "30")
+    # Far above what is aimed at: these say that the right thing was timed, in the right unit.
+    limits = {
+        "push_us_p50": 5_000,
+        "push_us_p99": 1_000_000,
+        "push_wake_us_p50": 5_000,
+        "expect_us_p50": 5_000,
+        "expect_wake_us_p50": 5_000,
+        "host_wake_us_p50": 5_000,
+        "poll_empty_ns_p50": 20_000,
+        "push_list_ns_per_page": 2_000,
+        "submit_to_first_write_us_p50": 1_000_000,
+    }
+    for key, most in limits.items():
+        assert 0 < found[key] < most, (key, found[key])
+    # A few bytes are copied: on a busy machine that can drown in noise, but not by far.
+    assert -50 < found["push_ns_per_page"] < 200
+    assert found["push_us_p50"] <= found["push_us_p99"]
+    assert list(found["push_us_by_pages"]) == ["125", "250", "500", "1000", "2000"]
+    assert (found["fabric"], found["tokens"], found["pages"], found["rooms"]) == ("shm", 320, 20, 30)
+
+
+def test_slope_is_not_moved_by_an_outlier() -> None:
+    line = [(x, 3.0 * x + 7) for x in (1, 2, 4, 8, 16)]
+    assert slope(line) == pytest.approx(3)
+    assert slope([*line, (32, 1e9)]) == pytest.approx(3, rel=0.2)
+
+
+def test_percentiles() -> None:
+    assert [_percentile([5, 1, 3, 2, 4], p) for p in (0, 50, 99, 100)] == [1, 3, 5, 5]
+
+
+def test_the_first_write_is_that_of_the_side_that_moved_it() -> None:
+    prefill = [{"submitted_us": 100, "first_write_us": 0}, {"submitted_us": 200, "first_write_us": 230}]
+    decode = [{"first_write_us": 150}, {"first_write_us": 0}]
+    assert _first_writes(prefill, decode) == [50, 30]

@@ -1,0 +1,99 @@
+"""`kvxfer doctor` on this host, without UCX, and with each UCX that is here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(100)
+
+
+def doctor(*arguments: str, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [sys.executable, "-m", "kvxfer.cli", "doctor", *arguments],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert result.returncode == status, result.stderr
+    assert "Traceback" not in result.stderr
+    return result
+
+
+def check_shm(found: dict[str, Any]) -> None:
+    shm = found["fabrics"]["shm"]
+    assert shm["ok"] is True
+    assert shm["bytes"] == 64 << 20
+    assert 0.01 < shm["gbytes_per_s"] < 1000
+    assert shm["engine_memory"]["ok"] or shm["engine_memory"]["error"] in " ".join(found["problems"])
+
+
+def check_ucx(found: dict[str, Any], path: str) -> None:
+    ucx, fabric = found["ucx"], found["fabrics"]["ucx"]
+    assert Path(ucx["path"]).samefile(path)
+    assert [part.isdigit() for part in ucx["version"].split(".")] == [True] * 3
+    assert "tcp" in ucx["transports"]
+    assert isinstance(ucx["rdma"], bool)
+    assert fabric["ok"] is True
+    assert 0.01 < fabric["gbytes_per_s"] < 1000
+    assert set(fabric["one_sided"]) <= set(ucx["transports"]) - {"self"}
+    # TCP has no writes that the receiver does not take part in; memory that is shared has nothing else.
+    assert fabric["one_sided"]["tcp"] is False
+    assert fabric["one_sided"]["posix"] is True
+    assert "posix" in fabric["probes"]["posix"]["lanes"] or fabric["probes"]["posix"]["lanes"] == []
+    said = " ".join(found["problems"])
+    assert ucx["rdma"] or "no RDMA transport" in said
+    older = tuple(int(part) for part in ucx["version"].split("."))[:2] < (1, 22)
+    assert (f"UCX {ucx['version']} is older than 1.22" in said) == older
+
+
+def test_without_ucx() -> None:
+    """Shared memory works, and the report says what to do about the rest."""
+    found = json.loads(
+        doctor(
+            "--json",
+            KVXFER_UCX_LIBRARY="/nonexistent/libucp.so.0",
+            KVXFER_CUDA_LIBRARY="/nonexistent/libcuda.so",
+        ).stdout
+    )
+    check_shm(found)
+    assert found["ucx"]["path"] is None
+    assert found["ucx"]["version"] is None
+    assert found["ucx"]["transports"] == []
+    assert found["ucx"]["rdma"] is False
+    assert found["fabrics"]["ucx"]["ok"] is False
+    assert found["fabrics"]["ucx"]["one_sided"] == {}
+    assert any("/nonexistent/libucp.so.0" in text and "libucx-cu12" in text for text in found["problems"])
+    assert found["gpus"]["devices"] == []
+    assert "/nonexistent/libcuda.so" in found["gpus"]["error"]
+    assert found["host"]["dev_shm_bytes"] is None or found["host"]["dev_shm_bytes"] > 0
+    assert {pool["page_bytes"] % 4096 for pool in found["host"]["huge_pages"]} <= {0}
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("which", ["KVXFER_TEST_UCX_WHEEL", "KVXFER_TEST_UCX_SYSTEM"])
+def test_with_ucx(which: str) -> None:
+    path = os.environ.get(which)
+    if not path:
+        pytest.skip(f"{which} names no UCX")
+    found = json.loads(doctor("--json", KVXFER_UCX_LIBRARY=path).stdout)
+    check_shm(found)
+    check_ucx(found, path)
+
+
+def test_the_text_for_people() -> None:
+    result = doctor(KVXFER_UCX_LIBRARY="/nonexistent/libucp.so.0")
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["UCX", "none"]
+    for word in ("process_vm_readv", "locked memory", "huge pages", "/dev/shm", "shm "):
+        assert any(line.strip().startswith(word) for line in lines), word
+    assert "What limits this host, and what to do:" in lines
+    assert "testing shm between two processes" in result.stderr
