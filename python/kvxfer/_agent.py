@@ -7,13 +7,15 @@ import os
 import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from kvxfer import _kvxfer
-from kvxfer._async import Loops, wait_async
-from kvxfer._kvxfer import Event, Shard, Unreleased
-from kvxfer._memory import Layouts, prepare, ucx_wheel_dir
+from kvxfer._kvxfer import Event, PageLayout, Shard, Unreleased
+from kvxfer._memory import Layouts, groups_of, prepare, ucx_wheel_dir
 from kvxfer.errors import AuthError, BadArgument
+
+if TYPE_CHECKING:
+    from kvxfer._async import Loops
 
 _EXIT_WAIT_S = 0.5
 
@@ -30,12 +32,13 @@ class Agent(_kvxfer.Agent):
       data-parallel rank there.
     * `layout` is a `PageLayout`, or a list of them, one a group; `shard` says which part of it this rank
       holds.
-    * `memory` is a `Pool`, or tensors for each layer that the rank holds: a list in the order of layers or a
-      dict by layer; with a list of layouts a list of those, one a group, or a dict by `(group, layer)`. An
+    * `memory` is a `Pool`, or tensors for each layer that the rank holds: a list in the order of layers or
+      a dict by layer; with a list of layouts a list of those, one a group, or a dict by `(group, layer)`. An
       entry is a pair `(k, v)` for `kind="kv"`, else one tensor. A tensor is a C-contiguous numpy array, a
-      torch CPU tensor, anything with `__dlpack__` or a writable buffer, or a raw pair `(address, nbytes)`.
-      Its dtype and shape do not matter, its bytes are taken to be pages in the layout's order; all regions of
-      a group have the same number of pages. What owns the memory is kept alive until the agent is closed.
+      torch CPU tensor, anything with `__dlpack__` or a writable buffer, or a raw pair `(address, nbytes)`,
+      whose owner is the caller's to keep. Its dtype and shape do not matter, its bytes are taken to be pages
+      in the layout's order; all regions of a group have the same number of pages. What owns the memory is
+      kept alive until the agent is closed.
     * `listen` is `"host:port"`; port 0 lets the system choose, see `address`. An address that is not loopback
       needs a secret.
     * `directory` is the address of the engine's rank 0, with which the others register; None for rank 0
@@ -102,6 +105,8 @@ class Agent(_kvxfer.Agent):
         quarantine_limit: int | None = None,
         slice_bytes: int | None = None,
     ) -> Agent:
+        if not isinstance(layout, PageLayout):
+            layout = groups_of(layout)
         regions, pages, owner = prepare(memory, layout, shard, read_only=role == "prefill")
         self = super().__new__(
             cls,
@@ -141,6 +146,9 @@ class Agent(_kvxfer.Agent):
         Any number of tasks, on any number of event loops, may wait. Cancelling the wait (`asyncio.timeout`,
         `wait_for`) leaves the room as it is.
         """
+        # Only who awaits pays for asyncio.
+        from kvxfer._async import wait_async
+
         return await wait_async(self, self._loops, room)
 
     def close(self, timeout: float = 5.0) -> list[Unreleased]:

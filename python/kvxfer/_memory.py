@@ -37,13 +37,15 @@ _DLPACK_HOST = {1: "cpu", 3: "cuda pinned", 11: "rocm pinned"}
 
 def groups_of(layout: Layouts) -> list[PageLayout]:
     """The layouts of each group."""
-    groups = [layout] if isinstance(layout, PageLayout) else list(layout)
+    groups = [layout] if isinstance(layout, PageLayout) else layout
+    if not isinstance(groups, Sequence):
+        raise TypeError(f"layout is a PageLayout or a list of them, not {type(groups).__name__}")
     for item in groups:
         if not isinstance(item, PageLayout):
-            raise TypeError(f"layout is a PageLayout or a list of them, not {type(item).__name__}")
+            raise TypeError(f"layout is a PageLayout or a list of them, with {type(item).__name__} in it")
     if not groups:
         raise BadArgument("layout is an empty list: give one PageLayout a group")
-    return groups
+    return list(groups)
 
 
 def ucx_wheel_dir() -> Path | None:

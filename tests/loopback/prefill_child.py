@@ -31,7 +31,8 @@ def say(**what: Any) -> None:
 def main() -> None:
     setup = json.loads(sys.stdin.readline())
     layout, shard = kx.PageLayout(**setup["layout"]), kx.Shard(**setup["shard"])
-    pool = kx.alloc(layout, shard, pages=setup["pages"], fabric=setup["alloc"])
+    tls = setup.get("agent", {}).get("ucx_tls")
+    pool = kx.alloc(layout, shard, pages=setup["pages"], fabric=setup["alloc"], ucx_tls=tls)
     fill(pool, setup["seed"])
     memory: Any = pool
     if setup.get("engine_memory"):

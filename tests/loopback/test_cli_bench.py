@@ -1,4 +1,4 @@
-"""`kvxfer bench post`: every key is there, and the figures are sane. How low they are, the bench itself says."""
+"""`kvxfer bench post`: every key is there, and the figures are sane; how low they are is not tested here."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_every_figure_is_there_and_sane() -> None:
     limits = {
         "push_us_p50": 5_000,
         "push_us_p99": 1_000_000,
-        "push_wake_us_p50": 5_000,
+        "push_first_us_p50": 5_000,
         "expect_us_p50": 5_000,
-        "expect_wake_us_p50": 5_000,
+        "expect_first_us_p50": 5_000,
         "host_wake_us_p50": 5_000,
         "poll_empty_ns_p50": 20_000,
         "push_list_ns_per_page": 2_000,
@@ -46,8 +46,8 @@ def test_every_figure_is_there_and_sane() -> None:
     # A few bytes are copied: on a busy machine that can drown in noise, but not by far.
     assert -50 < found["push_ns_per_page"] < 200
     assert found["push_us_p50"] <= found["push_us_p99"]
-    assert list(found["push_us_by_pages"]) == ["125", "250", "500", "1000", "2000"]
-    assert (found["fabric"], found["tokens"], found["pages"], found["rooms"]) == ("shm", 320, 20, 30)
+    assert list(found["push_us_p20_by_pages"]) == ["125", "250", "500", "1000", "2000"]
+    assert (found["fabric"], found["tokens"], found["pages"], found["rooms"]) == ("shm", 320, 20, 32)
 
 
 def test_slope_is_not_moved_by_an_outlier() -> None:
@@ -61,6 +61,10 @@ def test_percentiles() -> None:
 
 
 def test_the_first_write_is_that_of_the_side_that_moved_it() -> None:
-    prefill = [{"submitted_us": 100, "first_write_us": 0}, {"submitted_us": 200, "first_write_us": 230}]
-    decode = [{"first_write_us": 150}, {"first_write_us": 0}]
+    prefill = [
+        {"number": 0, "submitted_us": 100, "first_write_us": 0},
+        {"number": 1, "submitted_us": 101, "first_write_us": 0},
+        {"number": 0, "submitted_us": 200, "first_write_us": 230},
+    ]
+    decode = [{"first_write_us": 150}, {"first_write_us": 190}, {"first_write_us": 0}]
     assert _first_writes(prefill, decode) == [50, 30]

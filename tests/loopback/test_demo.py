@@ -162,5 +162,5 @@ def test_a_prompt_that_does_not_fit_says_so() -> None:
     demo = start("--prompt", "word " * 9000)
     _, err = demo.communicate(timeout=60)
     assert demo.returncode == 1
-    assert "reference: the prompt has 90" in err.splitlines()[-1]
+    assert "reference: the prompt's 90" in err.splitlines()[-1]
     assert "give a shorter --prompt" in err.splitlines()[-1]

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvxfer.cli.doctor import _show
+
 pytestmark = pytest.mark.timeout(100)
 
 
@@ -55,15 +57,13 @@ def check_ucx(found: dict[str, Any], path: str) -> None:
     assert (f"UCX {ucx['version']} is older than 1.22" in said) == older
 
 
-def test_without_ucx() -> None:
-    """Shared memory works, and the report says what to do about the rest."""
-    found = json.loads(
-        doctor(
-            "--json",
-            KVXFER_UCX_LIBRARY="/nonexistent/libucp.so.0",
-            KVXFER_CUDA_LIBRARY="/nonexistent/libcuda.so",
-        ).stdout
+def test_without_ucx(capsys: pytest.CaptureFixture[str]) -> None:
+    """Shared memory works, and the report says what to do about the rest; also in text for people."""
+    result = doctor(
+        "--json", KVXFER_UCX_LIBRARY="/nonexistent/libucp.so.0", KVXFER_CUDA_LIBRARY="/nonexistent/libcuda.so"
     )
+    assert "kvxfer: testing shm between two processes" in result.stderr
+    found = json.loads(result.stdout)
     check_shm(found)
     assert found["ucx"]["path"] is None
     assert found["ucx"]["version"] is None
@@ -77,6 +77,16 @@ def test_without_ucx() -> None:
     assert found["host"]["dev_shm_bytes"] is None or found["host"]["dev_shm_bytes"] > 0
     assert {pool["page_bytes"] % 4096 for pool in found["host"]["huge_pages"]} <= {0}
 
+    _show(found)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["UCX", "none"]
+    for word in ("process_vm_readv", "locked memory", "huge pages", "/dev/shm", "GPUs", "shm "):
+        assert any(line.strip().startswith(word) for line in lines), word
+    numbered = lines[lines.index("What limits this host, and what to do:") + 2 :]
+    assert [line.split(".")[0].strip() for line in numbered] == [
+        str(number + 1) for number in range(len(found["problems"]))
+    ]
+
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("which", ["KVXFER_TEST_UCX_WHEEL", "KVXFER_TEST_UCX_SYSTEM"])
@@ -87,13 +97,3 @@ def test_with_ucx(which: str) -> None:
     found = json.loads(doctor("--json", KVXFER_UCX_LIBRARY=path).stdout)
     check_shm(found)
     check_ucx(found, path)
-
-
-def test_the_text_for_people() -> None:
-    result = doctor(KVXFER_UCX_LIBRARY="/nonexistent/libucp.so.0")
-    lines = result.stdout.splitlines()
-    assert lines[0].split() == ["UCX", "none"]
-    for word in ("process_vm_readv", "locked memory", "huge pages", "/dev/shm", "shm "):
-        assert any(line.strip().startswith(word) for line in lines), word
-    assert "What limits this host, and what to do:" in lines
-    assert "testing shm between two processes" in result.stderr

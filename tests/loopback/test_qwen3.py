@@ -26,7 +26,7 @@ ROUNDS = 100
 def test_2000_tokens_arrive_byte_for_byte_a_hundred_times(fabric: str, tls: str | None) -> None:
     options = dict(fabric=fabric, ucx_tls=tls)
     layout, shard = kx.PageLayout(**LAYOUT), kx.Shard()
-    pool = kx.alloc(layout, shard, pages=PAGES, fabric=fabric)
+    pool = kx.alloc(layout, shard, pages=PAGES, fabric=fabric, ucx_tls=tls)
     views = {key: np.asarray(t).view(np.uint16) for key, t in pool.tensors.items()}
     rng = np.random.default_rng(7)
     with (

@@ -202,6 +202,18 @@ def test_agents_that_do_not_start(given: dict[str, Any], error: type[Exception],
         kx.Agent("start", LAYOUT, ONE, memory=kx.alloc(LAYOUT, ONE, pages=1), **given)
 
 
+@pytest.mark.parametrize("layout", [5, None, [LAYOUT, 5], "layout"])
+def test_layouts_of_another_type(layout: Any) -> None:
+    pool = kx.alloc(LAYOUT, ONE, pages=1)
+    for call in (
+        lambda: kx.Agent("layout", layout, ONE, memory=pool),
+        lambda: kx.alloc(layout, ONE, pages=1),
+        lambda: kx.plan_transfer((layout, ONE), (LAYOUT, ONE), src_pages=[0], dst_pages=[0], tokens=1),
+    ):
+        with pytest.raises(TypeError, match="layout is a PageLayout or a list of them"):
+            call()
+
+
 def test_case_19_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

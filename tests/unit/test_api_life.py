@@ -117,6 +117,6 @@ def test_an_agent_in_a_forked_child() -> None:
     assert out == "11 of 11\nBootstrapping []\n"
 
 
-def test_importing_needs_neither_torch_nor_ucx() -> None:
+def test_importing_needs_little() -> None:
     out = run("print([name for name in ('torch', 'libucx', 'ml_dtypes', 'asyncio') if name in sys.modules])")
-    assert out in ("[]\n", "['asyncio']\n")
+    assert out == "[]\n"

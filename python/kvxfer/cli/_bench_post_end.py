@@ -20,8 +20,11 @@ import kvxfer as kx
 from kvxfer.cli._loopback import PAGE_TOKENS, End, Fabric, shuffled
 from kvxfer.cli._worker import Link, run
 
+AT_ONCE = 4
 # The first hand-offs meet cold memory and a peer that is not connected yet.
-_WARM_UP = 6
+WARM_UP = 2 * AT_ONCE
+# Far longer than a transfer thread spins before it sleeps (`spin_us`, 50 by default).
+_SLEEP_S = 1e-3
 # The cost of page ids does not depend on how many layers have such pages, so one layer will do, and little
 # memory.
 _ONE_LAYER = kx.PageLayout(layers=1, kv_heads=1, head_dim=128, page_tokens=PAGE_TOKENS, dtype="bfloat16")
@@ -44,37 +47,35 @@ def _clock_ns() -> int:
 
 
 def _hand_offs(end: End, rooms: list[int], source: str, *, pushes: bool) -> list[dict[str, int]]:
-    """Real hand-offs, one after the other, each with its grant there before the push.
+    """Real hand-offs, a few at a time, as one step of an engine's loop makes them, with all grants there
+    before the push.
 
-    In turns the transfer thread is awake when the call comes, and asleep: then the call has to have the
-    system wake it.
+    The first call of a group finds the transfer thread asleep and the caches full of other things.
     """
-    clock, agent, pages, tokens = time.perf_counter_ns, end.agent, end.pages, end.tokens
+    clock, agent, tokens = time.perf_counter_ns, end.agent, end.tokens
     out = []
-    for number, room in enumerate(rooms):
+    for first in range(0, len(rooms), AT_ONCE):
+        group = rooms[first : first + AT_ONCE]
         if pushes:
-            end.await_grant(room)
-        asleep = number % 2
-        (end.let_sleep if asleep else end.rouse)()
-        submitted_us = time.monotonic_ns() // 1000
-        if pushes:
-            begin = clock()
-            agent.push(room, pages, tokens=tokens)
-            call_ns = clock() - begin
-        else:
-            begin = clock()
-            agent.expect(room, pages, tokens=tokens, source=source)
-            call_ns = clock() - begin
-        first_write_us = end.drain(room).stats.first_write_at_us
-        out.append(
-            {
-                "asleep": asleep,
-                "call_ns": call_ns,
-                "submitted_us": submitted_us,
-                "first_write_us": first_write_us,
-            }
-        )
-    return out[_WARM_UP:]
+            end.await_grants(group)
+        time.sleep(_SLEEP_S)
+        calls = []
+        for number, room in enumerate(group):
+            submitted_us = time.monotonic_ns() // 1000
+            if pushes:
+                pages = end.sets[0]
+                begin = clock()
+                agent.push(room, pages, tokens=tokens)
+                call_ns = clock() - begin
+            else:
+                pages = end.sets[number]
+                begin = clock()
+                agent.expect(room, pages, tokens=tokens, source=source)
+                call_ns = clock() - begin
+            calls.append({"number": number, "call_ns": call_ns, "submitted_us": submitted_us})
+        for call, event in zip(calls, end.drain(group), strict=True):
+            out.append({**call, "first_write_us": event.stats.first_write_at_us})
+    return out[WARM_UP:]
 
 
 def _wake_ns() -> int:
@@ -92,7 +93,7 @@ def _wake_ns() -> int:
     thread.start()
     took = []
     for _ in range(_WAKES):
-        time.sleep(1e-3)
+        time.sleep(_SLEEP_S)
         awake.clear()
         begin = clock()
         os.eventfd_write(signal, 1)
@@ -151,7 +152,14 @@ def _empty_polls(poll: Callable[[], list[kx.Event]]) -> list[int]:
 
 def _work(link: Link, config: dict[str, Any]) -> None:
     pushes = config["side"] == "prefill"
-    end = End(config["side"], config["fabric"], config["tokens"], pooled=True, secret=config["secret"])
+    end = End(
+        config["side"],
+        config["fabric"],
+        config["tokens"],
+        pooled=True,
+        secret=config["secret"],
+        at_once=AT_ONCE,
+    )
     with end.agent as agent:
         if pushes:
             end.fill()

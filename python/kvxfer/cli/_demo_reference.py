@@ -16,11 +16,11 @@ def _work(link: Link, config: dict[str, Any]) -> None:
     weights = Weights()
     tokenizer = Tokenizer(weights.file)
     tokens = tokenizer.chat(config["prompt"])
-    longest = weights.config.context - config["max_tokens"]
-    if len(tokens) > longest:
+    context = weights.config.context
+    if len(tokens) + config["max_tokens"] > context:
         raise ValueError(
-            f"the prompt has {len(tokens)} tokens, at most {longest} leave room for {config['max_tokens']} "
-            f"more in the model's {weights.config.context}: give a shorter --prompt or fewer --max-tokens"
+            f"the prompt's {len(tokens)} tokens and --max-tokens {config['max_tokens']} are more than the model's "
+            f"{context}: give a shorter --prompt or fewer --max-tokens"
         )
     link.send("prompt", tokens=tokens, eos=tokenizer.eos)
     for index in range(weights.slices):

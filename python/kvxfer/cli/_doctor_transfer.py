@@ -26,13 +26,13 @@ def _work(link: Link, config: dict[str, Any]) -> None:
         moved = 0
         for room in config["rooms"]:
             if pushes:
-                end.await_grant(room)
+                end.await_grants([room])
                 times.append(time.monotonic_ns() // 1000)
-                agent.push(room, end.pages, tokens=end.tokens)
-                end.drain(room)
+                agent.push(room, end.sets[0], tokens=end.tokens)
+                end.drain([room])
             else:
-                agent.expect(room, end.pages, tokens=end.tokens, source=source)
-                event = end.drain(room)
+                agent.expect(room, end.sets[0], tokens=end.tokens, source=source)
+                event = end.drain([room])[0]
                 times.append(event.stats.at_us)
                 moved = event.stats.bytes
         link.send("moved", times_us=times, bytes=moved, right=pushes or end.is_filled())

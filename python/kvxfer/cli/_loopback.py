@@ -7,6 +7,7 @@ tokens, so a page of one region has 4 KiB.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -24,8 +25,6 @@ LAYOUT = kx.PageLayout(layers=64, kv_heads=1, head_dim=128, page_tokens=PAGE_TOK
 ROOM_S = 30.0
 # Pages of a pool for each page of a hand-off: an engine's pool is larger than one request.
 _SPREAD = 2
-# Far longer than a transfer thread spins (`spin_us`, 50 by default).
-_SLEEP_S = 1e-3
 
 Pages = npt.NDArray[np.int32]
 
@@ -43,13 +42,18 @@ class End:
         fabric: `"shm"` or `"ucx"`.
         tokens: tokens of a hand-off.
         pooled: whether the memory comes from `kvxfer.alloc`, or is numpy's as an engine's would be.
-        secret: the group's secret.
+        secret: what both sides know.
+        at_once: how many hand-offs decode has pages for at one time.
     """
 
-    def __init__(self, side: Side, fabric: Fabric, tokens: int, *, pooled: bool, secret: str) -> None:
+    def __init__(
+        self, side: Side, fabric: Fabric, tokens: int, *, pooled: bool, secret: str, at_once: int = 1
+    ) -> None:
         self.tokens = tokens
         self.count = -(-tokens // PAGE_TOKENS)
-        total = _SPREAD * self.count
+        # Prefill can push the same pages for several rooms; decode's must all be different.
+        sets = at_once if side == "decode" else 1
+        total = _SPREAD * self.count * sets
         self.memory: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
         owner: Any
         if pooled:
@@ -61,63 +65,63 @@ class End:
                 (np.zeros(shape, np.uint16), np.zeros(shape, np.uint16)) for _ in range(LAYOUT.layers)
             ]
             owner = self.memory
-        self.pages = shuffled(total, self.count, seed=1 if side == "prefill" else 2)
+        ids = shuffled(total, self.count * sets, seed=1 if side == "prefill" else 2)
+        self.sets = [ids[i * self.count : (i + 1) * self.count].copy() for i in range(sets)]
         self.agent = kx.Agent(
             side, LAYOUT, kx.Shard(), memory=owner, role=side, fabric=fabric, secret=secret, engine=side
         )
 
     def fill(self) -> None:
         """Gives each page its own contents."""
-        for layer, pair in enumerate(self.memory):
-            for part, array in enumerate(pair):
-                array.view(np.uint16)[self.pages] = _contents(layer, part, self.count)
+        for layer, part, array in self._arrays():
+            array[self.sets[0]] = _contents(layer, part, self.count)
 
     def touch(self) -> None:
         """Has the system map the pages that bytes will land in, as those of a running engine are."""
-        for pair in self.memory:
-            for array in pair:
-                array.view(np.uint16)[self.pages] = 0
+        for _, _, array in self._arrays():
+            for pages in self.sets:
+                array[pages] = 0
 
     def is_filled(self) -> bool:
-        """Whether each token that was handed off is what `fill` wrote on the other side."""
-        for layer, pair in enumerate(self.memory):
-            for part, array in enumerate(pair):
-                got = array.view(np.uint16)[self.pages].reshape(-1, LAYOUT.head_dim)[: self.tokens]
-                wanted = _contents(layer, part, self.count).reshape(-1, LAYOUT.head_dim)[: self.tokens]
-                if not np.array_equal(got, wanted):
+        """Whether each token of the last hand-off into each set is what `fill` wrote on the other side."""
+        for layer, part, array in self._arrays():
+            wanted = _contents(layer, part, self.count).reshape(-1, LAYOUT.head_dim)[: self.tokens]
+            for pages in self.sets:
+                if not np.array_equal(array[pages].reshape(-1, LAYOUT.head_dim)[: self.tokens], wanted):
                     return False
         return True
 
-    def await_grant(self, room: int) -> None:
-        """Bootstraps a room and waits until decode's grant for it is here.
+    def _arrays(self) -> Iterator[tuple[int, int, npt.NDArray[np.uint16]]]:
+        for layer, pair in enumerate(self.memory):
+            for part, array in enumerate(pair):
+                yield layer, part, array.view(np.uint16)
+
+    def await_grants(self, rooms: Sequence[int]) -> None:
+        """Bootstraps rooms and waits until decode's grants for them are here.
 
         Raises:
-            KvxferError: if the room fails, or the time is up.
+            KvxferError: if a room fails, or the time is up.
         """
-        self.agent.open(room)
+        for room in rooms:
+            self.agent.open(room)
         deadline = time.monotonic() + ROOM_S
-        while self.agent.state(room) == "Bootstrapping":
-            if time.monotonic() > deadline:
-                raise kx.TransferTimeout(f"no grant for room {room} in {ROOM_S:.0f} s")
-            time.sleep(20e-6)
+        for room in rooms:
+            while self.agent.state(room) == "Bootstrapping":
+                if time.monotonic() > deadline:
+                    raise kx.TransferTimeout(f"no grant for room {room} in {ROOM_S:.0f} s")
+                time.sleep(20e-6)
 
-    def rouse(self) -> None:
-        """Has the transfer thread awake: it has just emptied its queue, and spins before it sleeps."""
-        # An order that asks for nothing.
-        self.agent.evict("nobody")
-        while self.agent.stats()["queue_depth"]:
-            pass
+    def drain(self, rooms: Sequence[int]) -> list[kx.Event]:
+        """Waits for the rooms' ends, and takes everything out of the completion queue.
 
-    def let_sleep(self) -> None:
-        """Has the transfer thread asleep."""
-        time.sleep(_SLEEP_S)
-
-    def drain(self, room: int) -> kx.Event:
-        """Waits for the room's end, and takes everything out of the completion queue."""
-        event = self.agent.wait(room, ROOM_S)
-        while not any(other.room == room and other.released for other in self.agent.poll()):
-            time.sleep(10e-6)
-        return event
+        Raises:
+            KvxferError: if a room fails, or the time is up.
+        """
+        events = [self.agent.wait(room, ROOM_S) for room in rooms]
+        left = set(rooms)
+        while left:
+            left -= {event.room for event in self.agent.poll() if event.released}
+        return events
 
 
 def _contents(layer: int, part: int, count: int) -> npt.NDArray[np.uint16]:

@@ -16,13 +16,11 @@ from kvxfer.demo import DemoUnavailable, blas_env
 __all__ = ["PROMPT", "run"]
 
 PROMPT = (
-    "Read this note and answer the question after it. A large language model answers in two steps. In the "
-    "first step it reads the whole prompt at once and writes down keys and values for every token; this step "
-    "is called prefill, and it keeps the processor busy. In the second step it writes the answer one token "
-    "after another, and each token reads all keys and values again; this step is called decode, and it keeps "
-    "the memory busy. Because the two steps want different machines, a server can run them apart and send "
-    "the keys and values from one machine to the other. Question: what are the two steps called, and what "
-    "does each one keep busy?"
+    "Summarize this in one sentence: A large language model works in two phases. In the prefill phase it reads "
+    "the whole prompt at once and stores keys and values for every token in a cache. In the decode phase it "
+    "writes the answer one token at a time, and every new token reads the whole cache. Prefill is limited by "
+    "computing power and decode by memory speed, so some servers run the two phases on different machines and "
+    "send the cache from one to the other."
 )
 PAGE_TOKENS = 16
 

@@ -111,16 +111,15 @@ impl Link {
 
     /// The next message for the present session.
     pub fn poll(&mut self) -> Option<(u64, Msg)> {
-        while self.handed < self.enqueued {
-            let index = usize::try_from(self.handed.checked_sub(self.acked)?).ok()?;
-            self.handed += 1;
-            self.ever_handed = self.ever_handed.max(self.handed);
-            // A withdrawn message leaves a hole; the peer is told so by an empty acknowledged number, so that
-            // numbers stay gapless on the wire.
-            let msg = self.outbox.get(index)?.clone().unwrap_or(Msg::Ack(self.received));
-            return Some((self.handed, msg));
+        if self.handed == self.enqueued {
+            return None;
         }
-        None
+        let index = usize::try_from(self.handed.checked_sub(self.acked)?).ok()?;
+        // A withdrawn message leaves a hole; an empty message takes its place, so that numbers have no gaps.
+        let msg = self.outbox.get(index)?.clone().unwrap_or(Msg::Ack(self.received));
+        self.handed += 1;
+        self.ever_handed = self.ever_handed.max(self.handed);
+        Some((self.handed, msg))
     }
 
     /// A new session begins. `peer_received` and `peer_generation` are what the peer said in its `Describe`.

@@ -152,7 +152,8 @@ impl Conn {
     /// Why the connection is over, if it is.
     pub(super) fn over(&self) -> Option<Reason> {
         if let Some(reason) = &self.failed {
-            return Some(reason.clone());
+            // A connection that breaks while it is being ended was ended for the first reason.
+            return Some(self.finishing.as_ref().unwrap_or(reason).clone());
         }
         self.finishing.clone().filter(|_| self.written == self.out.len() && !self.connecting)
     }
