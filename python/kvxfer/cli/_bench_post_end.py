@@ -17,12 +17,9 @@ from typing import Any
 import numpy as np
 
 import kvxfer as kx
-from kvxfer.cli._loopback import PAGE_TOKENS, End, Fabric, shuffled
+from kvxfer.cli._loopback import AT_ONCE, PAGE_TOKENS, WARM_UP, End, Fabric, shuffled
 from kvxfer.cli._worker import Link, run
 
-AT_ONCE = 4
-# The first hand-offs meet cold memory and a peer that is not connected yet.
-WARM_UP = 2 * AT_ONCE
 # Far longer than a transfer thread spins before it sleeps (`spin_us`, 50 by default).
 _SLEEP_S = 1e-3
 # The cost of page ids does not depend on how many layers have such pages, so one layer will do, and little

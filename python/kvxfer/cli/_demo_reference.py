@@ -19,8 +19,8 @@ def _work(link: Link, config: dict[str, Any]) -> None:
     context = weights.config.context
     if len(tokens) + config["max_tokens"] > context:
         raise ValueError(
-            f"the prompt's {len(tokens)} tokens and --max-tokens {config['max_tokens']} are more than the model's "
-            f"{context}: give a shorter --prompt or fewer --max-tokens"
+            f"the prompt's {len(tokens)} tokens and --max-tokens {config['max_tokens']} are more than the "
+            f"model's {context}: give a shorter --prompt or fewer --max-tokens"
         )
     link.send("prompt", tokens=tokens, eos=tokenizer.eos)
     for index in range(weights.slices):

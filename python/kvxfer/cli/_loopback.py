@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 import kvxfer as kx
 
-__all__ = ["LAYOUT", "PAGE_TOKENS", "ROOM_S", "End", "Fabric", "Side", "shuffled"]
+__all__ = ["AT_ONCE", "LAYOUT", "PAGE_TOKENS", "ROOM_S", "WARM_UP", "End", "Fabric", "Side", "shuffled"]
 
 Fabric: TypeAlias = Literal["shm", "ucx"]
 Side: TypeAlias = Literal["prefill", "decode"]
@@ -23,6 +23,10 @@ Side: TypeAlias = Literal["prefill", "decode"]
 PAGE_TOKENS = 16
 LAYOUT = kx.PageLayout(layers=64, kv_heads=1, head_dim=128, page_tokens=PAGE_TOKENS, dtype="bfloat16")
 ROOM_S = 30.0
+# For `bench post`: so many hand-offs at a time, as one step of an engine's loop may make; and so many that do
+# not count, because they meet cold memory and a peer that is not connected yet.
+AT_ONCE = 4
+WARM_UP = 2 * AT_ONCE
 # Pages of a pool for each page of a hand-off: an engine's pool is larger than one request.
 _SPREAD = 2
 

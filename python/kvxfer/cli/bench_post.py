@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvxfer.cli._errors import CommandError
+from kvxfer.cli._loopback import AT_ONCE, PAGE_TOKENS, WARM_UP
 from kvxfer.cli._text import print_json, progress, table
 from kvxfer.cli._workers import Workers
 
@@ -17,10 +18,6 @@ __all__ = ["run", "slope"]
 
 _SIDES = ("prefill", "decode")
 _STEP_S = 60.0
-# As the workers have it: so many hand-offs at a time, and so many that are left out.
-_AT_ONCE = 4
-_WARM_UP = 8
-_PAGE_TOKENS = 16
 # What an id costs is the same in every call, and the rest is noise: the slope is taken over the quiet calls.
 _QUIET = 20
 
@@ -53,12 +50,12 @@ def _first_writes(prefill: Sequence[dict[str, int]], decode: Sequence[dict[str, 
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
-    groups = -(-options.rooms // _AT_ONCE)
+    groups = -(-options.rooms // AT_ONCE)
     config = {
         "fabric": options.fabric,
         "tokens": options.tokens,
         "secret": secrets.token_hex(32),
-        "rooms": [secrets.randbits(63) for _ in range(groups * _AT_ONCE + _WARM_UP)],
+        "rooms": [secrets.randbits(63) for _ in range(groups * AT_ONCE + WARM_UP)],
     }
     with Workers() as workers:
         progress(f"{options.rooms} hand-offs of {options.tokens} tokens over {options.fabric}")
@@ -113,9 +110,9 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "clock_ns": prefill["clock_ns"],
         "fabric": options.fabric,
         "tokens": options.tokens,
-        "pages": -(-options.tokens // _PAGE_TOKENS),
-        "rooms": groups * _AT_ONCE,
-        "rooms_at_once": _AT_ONCE,
+        "pages": -(-options.tokens // PAGE_TOKENS),
+        "rooms": groups * AT_ONCE,
+        "rooms_at_once": AT_ONCE,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import statistics
 import time
@@ -16,11 +17,11 @@ from kvxfer.demo import DemoUnavailable, blas_env
 __all__ = ["PROMPT", "run"]
 
 PROMPT = (
-    "Summarize this in one sentence: A large language model works in two phases. In the prefill phase it reads "
-    "the whole prompt at once and stores keys and values for every token in a cache. In the decode phase it "
-    "writes the answer one token at a time, and every new token reads the whole cache. Prefill is limited by "
-    "computing power and decode by memory speed, so some servers run the two phases on different machines and "
-    "send the cache from one to the other."
+    "Summarize this in one sentence: A large language model works in two phases. In the prefill phase it "
+    "reads the whole prompt at once and stores keys and values for every token in a cache. In the decode "
+    "phase it writes the answer one token at a time, and every new token reads the whole cache. Prefill is "
+    "limited by computing power and decode by memory speed, so some servers run the two phases on different "
+    "machines and send the cache from one to the other."
 )
 PAGE_TOKENS = 16
 
@@ -150,6 +151,8 @@ def _hand_off(workers: Workers, options: argparse.Namespace) -> dict[str, Any]:
         "push_us_p50": statistics.median(pushes) / 1e3,
         "expects": len(expects),
         "expect_us_p50": statistics.median(expects) / 1e3,
+        "processes": len(ranks) + 1,
+        "cores": len(os.sched_getaffinity(0)),
         "fabric": options.fabric,
         "prefill_tp": options.prefill_tp,
         "decode_tp": options.decode_tp,
@@ -169,28 +172,32 @@ _STAGES = {
 
 
 def _show(found: dict[str, Any]) -> None:
-    ranks = f"{found['prefill_tp']} -> {found['decode_tp']}"
     if found["tokens_identical"]:
         verdict = f"yes: all {len(found['tokens'])} tokens equal those of one process that did it all"
     else:
         verdict = "NO: one process alone wrote " + repr(found["reference_text"])
-    print(found["text"])
-    print()
+    push, expect = found["push_us_p50"], found["expect_us_p50"]
     rows = [
         ("identical", verdict),
-        ("hand-off", f"prefill -> decode {ranks} over {found['fabric']}"),
+        (
+            "hand-off",
+            f"prefill -> decode {found['prefill_tp']} -> {found['decode_tp']} over {found['fabric']}",
+        ),
         (
             "moved",
             f"{size(found['bytes'])} ({found['bytes']} bytes) for {found['prompt_tokens']} tokens in "
             f"{quantity(found['pages'], 'page')} of {found['page_tokens']} tokens",
         ),
-        ("push", f"{found['push_us_p50']:.1f} us of the caller's time each (median of {found['pushes']})"),
+        ("push", f"{push:.1f} us of the caller's time, the median of {quantity(found['pushes'], 'call')}"),
+        ("expect", f"{expect:.1f} us, the median of {quantity(found['expects'], 'call')}, one a rank"),
         (
-            "expect",
-            f"{found['expect_us_p50']:.1f} us of the caller's time each (median of {found['expects']}, the "
-            "first)",
+            "",
+            f"({found['processes']} processes on {quantity(found['cores'], 'core')} take time from each other; "
+            "`kvxfer bench post` measures both alone)",
         ),
     ]
+    print(found["text"].strip())
+    print()
     print(table(rows))
     print()
     print(table((stage, f"{found['stages_ms'][stage]:9.1f} ms", text) for stage, text in _STAGES.items()))

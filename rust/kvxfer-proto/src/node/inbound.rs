@@ -82,7 +82,7 @@ impl Node {
             patience(e.bootstrap_timeout, self.cfg.bootstrap_timeout),
             patience(e.waiting_timeout, self.cfg.waiting_timeout),
         );
-        self.set_timer(progress.patience.at, Timer::Inbound(room));
+        self.timers.set(progress.patience.at, Timer::Inbound(room));
         self.inbound.insert(
             room,
             Inbound {
@@ -202,7 +202,7 @@ impl Node {
             }
             r.progress.touch(now);
             let at = r.progress.patience.at;
-            self.set_timer(at, Timer::Inbound(room));
+            self.timers.set(at, Timer::Inbound(room));
         }
     }
 
@@ -219,7 +219,7 @@ impl Node {
         }
         let at = r.progress.patience.at;
         if now < at {
-            self.set_timer(at, Timer::Inbound(room));
+            self.timers.set(at, Timer::Inbound(room));
             return;
         }
         let p = r.progress.patience;
@@ -394,6 +394,7 @@ impl Node {
 
     fn succeed_inbound(&mut self, now: Time, room: Room) {
         let Some(mut r) = self.inbound.remove(&room) else { return };
+        self.timers.cancel(Timer::Inbound(room));
         r.progress.advance(now, Stage::Success);
         self.book.release(&r.pages);
         self.counters.succeeded += 1;
@@ -440,6 +441,7 @@ impl Node {
         if r.failure.is_some() {
             return;
         }
+        self.timers.cancel(Timer::Inbound(room));
         r.failure = Some(reason.clone());
         r.progress.advance(now, Stage::Failed);
         let source = r.source.clone();

@@ -14,6 +14,7 @@ mod pages;
 mod parts;
 mod peer;
 mod sources;
+mod timers;
 mod tomb;
 mod types;
 
@@ -33,17 +34,10 @@ use inbound::Inbound;
 use outbound::Outbound;
 use peer::Peer;
 use sources::SourceState;
+use timers::{Timer, Timers};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 use tomb::Tombs;
-
-/// A timer that may be due.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-enum Timer {
-    Inbound(Room),
-    Outbound(Room),
-    Peer(PeerKey),
-}
 
 /// Whose delivery it is.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -71,7 +65,7 @@ pub struct Node {
     actions: VecDeque<Action>,
     /// Peers whose link may have something to send.
     dirty: BTreeSet<PeerKey>,
-    timers: BTreeSet<(Time, Timer)>,
+    timers: Timers,
     counters: Counters,
     closing: bool,
 }
@@ -102,7 +96,7 @@ impl Node {
             quarantined: 0,
             actions: VecDeque::new(),
             dirty: BTreeSet::new(),
-            timers: BTreeSet::new(),
+            timers: Timers::default(),
             counters: Counters::default(),
             closing: false,
         })
@@ -121,16 +115,12 @@ impl Node {
     /// When [`Node::handle_timeout`] wants to be called next.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Time> {
-        self.timers.first().map(|(at, _)| *at)
+        self.timers.next()
     }
 
     /// Time has passed.
     pub fn handle_timeout(&mut self, now: Time) {
-        while let Some(&(at, timer)) = self.timers.first() {
-            if at > now {
-                return;
-            }
-            self.timers.pop_first();
+        while let Some(timer) = self.timers.pop_due(now) {
             match timer {
                 Timer::Inbound(room) => self.inbound_timer(now, room),
                 Timer::Outbound(room) => self.outbound_timer(now, room),
@@ -322,10 +312,6 @@ impl Node {
     /// Peers with this incarnation.
     pub fn keys_of(&self, incarnation: Incarnation) -> impl Iterator<Item = PeerKey> {
         [Direction::WeGrant, Direction::TheyGrant].into_iter().map(move |direction| PeerKey { incarnation, direction })
-    }
-
-    fn set_timer(&mut self, at: Time, timer: Timer) {
-        self.timers.insert((at, timer));
     }
 
     fn emit(&mut self, room: Room, kind: EventKind, released: bool, stats: RoomStats) {

@@ -155,7 +155,7 @@ impl Node {
                 self.actions.push_back(Action::Stage(room, Stage::Waiting));
             }
             let at = r.progress.patience.at;
-            self.timers.insert((at, Timer::Outbound(room)));
+            self.timers.set(at, Timer::Outbound(room));
         }
         self.outbound.get_mut(&room)
     }
@@ -314,7 +314,7 @@ impl Node {
         if !self.outbound.contains_key(&room) {
             let waiting = Duration::from_micros(g.deadline_us).min(Duration::from_secs(365 * 24 * 3600));
             let r = Outbound::new(now, waiting, waiting);
-            self.set_timer(r.progress.patience.at, Timer::Outbound(room));
+            self.timers.set(r.progress.patience.at, Timer::Outbound(room));
             self.early_rooms += 1;
             self.outbound.insert(room, r);
         }
@@ -589,6 +589,7 @@ impl Node {
             return;
         }
         let Some(mut r) = self.outbound.remove(&room) else { return };
+        self.timers.cancel(Timer::Outbound(room));
         r.progress.advance(now, Stage::Success);
         self.counters.succeeded += 1;
         self.actions.push_back(Action::Stage(room, Stage::Success));
@@ -638,7 +639,7 @@ impl Node {
         }
         let p = r.progress.patience;
         if now < p.at {
-            self.set_timer(p.at, Timer::Outbound(room));
+            self.timers.set(p.at, Timer::Outbound(room));
             return;
         }
         let text = if !r.local {
@@ -664,6 +665,7 @@ impl Node {
         if r.failure.is_some() {
             return;
         }
+        self.timers.cancel(Timer::Outbound(room));
         r.failure = Some(reason.clone());
         r.progress.advance(now, Stage::Failed);
         for dest in r.dests.values() {

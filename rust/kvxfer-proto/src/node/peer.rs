@@ -33,7 +33,6 @@ pub(super) struct Peer {
     pub(super) fence: Fence,
     pub(super) dead: bool,
     next_seq: u64,
-    timer_set: bool,
 }
 
 impl Peer {
@@ -71,7 +70,7 @@ impl Node {
                 // Not at once: the caller is in the middle of a change of its own.
                 peer.lost_since.get_or_insert(Time(0));
                 let _ = reason;
-                self.set_timer(now, Timer::Peer(key));
+                self.timers.set(now, Timer::Peer(key));
                 0
             }
         }
@@ -172,9 +171,7 @@ impl Node {
             peer.session = Some(up.session);
             peer.last_heard = now;
             peer.lost_since = None;
-            if !std::mem::replace(&mut peer.timer_set, true) {
-                self.set_timer(now.after(heartbeat), Timer::Peer(key));
-            }
+            self.timers.set(now.after(heartbeat), Timer::Peer(key));
         }
         self.dirty.insert(key);
     }
@@ -204,7 +201,7 @@ impl Node {
         if self.is_busy(key) {
             self.want_session(key);
         }
-        self.set_timer(now.after(self.cfg.fence_after), Timer::Peer(key));
+        self.timers.set(now.after(self.cfg.fence_after), Timer::Peer(key));
     }
 
     /// The peer and we do not fit; no session will come of it. Its pending rooms fail on both sides.
@@ -338,6 +335,7 @@ impl Node {
         if self.peers.get(&key).is_some_and(|p| p.dead) {
             self.peers.remove(&key);
             self.dirty.remove(&key);
+            self.timers.cancel(Timer::Peer(key));
         }
     }
 
@@ -349,27 +347,24 @@ impl Node {
             if now >= peer.last_heard.after(suspect_after) {
                 let text = format!("peer {} was silent for {} ms", peer.name, now.since_us(peer.last_heard) / 1000);
                 let reason = Reason::new(ReasonKind::PeerLost, text);
-                peer.timer_set = false;
                 self.actions.push_back(Action::DropSession { peer: key, session, reason });
                 self.handle_session_down(now, key, session);
                 return;
             }
-            peer.timer_set = true;
             let ack = peer.link.poll_ack(true);
             self.send_unnumbered(key, Msg::Ping(now.0));
             if let Some(n) = ack {
                 self.send_unnumbered(key, Msg::Ack(n));
             }
-            self.set_timer(now.after(heartbeat), Timer::Peer(key));
+            self.timers.set(now.after(heartbeat), Timer::Peer(key));
             return;
         }
-        peer.timer_set = false;
         let Some(since) = peer.lost_since else { return };
         if peer.fence != Fence::Open {
             return;
         }
         if now < since.after(fence_after) {
-            self.set_timer(since.after(fence_after), Timer::Peer(key));
+            self.timers.set(since.after(fence_after), Timer::Peer(key));
         } else if self.is_busy(key) {
             let text = format!(
                 "no contact with peer {} for {} s: every room with it failed, and its pages are held until it is fenced",
