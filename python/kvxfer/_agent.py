@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from kvxfer import _kvxfer
 from kvxfer._kvxfer import Event, PageLayout, Shard, Unreleased
-from kvxfer._memory import Layouts, groups_of, prepare, ucx_wheel_dir
+from kvxfer._memory import Layouts, Pool, groups_of, prepare, ucx_wheel_dir
 from kvxfer.errors import AuthError, BadArgument
 
 if TYPE_CHECKING:
@@ -108,6 +108,14 @@ class Agent(_kvxfer.Agent):
         if not isinstance(layout, PageLayout):
             layout = groups_of(layout)
         regions, pages, owner = prepare(memory, layout, shard, read_only=role == "prefill")
+        if isinstance(memory, Pool) and memory.fabric == "ucx":
+            # UCX registers memory per choice of transports: another one would find the pool foreign, and be slow.
+            if ucx_tls is None:
+                ucx_tls = memory.ucx_tls
+            elif ucx_tls != memory.ucx_tls:
+                raise BadArgument(
+                    f"ucx_tls={ucx_tls!r}, but the pool was allocated for {memory.ucx_tls!r}: give both the same"
+                )
         self = super().__new__(
             cls,
             name,

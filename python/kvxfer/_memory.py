@@ -80,7 +80,7 @@ class Pool:
     Layers have the model's numbers within their group: a pipeline rank has a range of them.
     """
 
-    __slots__ = ("_allocation", "_tensors", "layouts", "pages", "shard")
+    __slots__ = ("_allocation", "_tensors", "layouts", "pages", "shard", "ucx_tls")
 
     layouts: tuple[PageLayout, ...]
     """Layout of each group."""
@@ -88,6 +88,8 @@ class Pool:
     """The heads and layers that the pool holds."""
     pages: tuple[int, ...]
     """Pages of each group."""
+    ucx_tls: str | None
+    """UCX's transports that the memory was made for, if they were named."""
 
     def __init__(
         self,
@@ -117,6 +119,7 @@ class Pool:
             raise BadArgument(f"{shard} holds no layer: pp_size is larger than the number of layers")
         if end >= 2**63:
             raise BadArgument(f"a pool of {end} bytes is too large")
+        self.ucx_tls = ucx_tls
         self._allocation = Allocation(end, fabric, ucx_tls=ucx_tls, ucx_wheel_dir=ucx_wheel_dir())
         self._tensors: Mapping[tuple[int, int, str], Array] = MappingProxyType(
             {key: self._view(key, offset) for key, offset in places.items()}
@@ -208,8 +211,8 @@ def alloc(
 
     `fabric="shm"` is a sealed memfd, which peers on the same host map read-only; `"ucx"` lets UCX allocate,
     which its shared-memory transports need to be fast; `"auto"` is `"shm"`, for UCX's network transports take
-    any memory. `ucx_tls` must be what the agent gets. The memory is freed when the pool, its views and its
-    agent are gone.
+    any memory. `ucx_tls` names UCX's transports; an agent with this pool uses the same. The memory is freed when
+    the pool, its views and its agent are gone.
 
     Raises `BadArgument`, and `FabricError` if there is no memory or no UCX.
 

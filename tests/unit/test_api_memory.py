@@ -361,3 +361,13 @@ def test_torch_tensors() -> None:
     assert plan.ops["src_offset"][0] == 3 * PAGE
     view = torch.from_dlpack(kx.alloc(layout(), ONE, pages=2).k(0))
     assert view.dtype == torch.float16
+
+
+@pytest.mark.ucx
+def test_an_agent_uses_the_transports_that_its_pool_was_made_for() -> None:
+    layout, shard = kx.PageLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=4, dtype="uint8"), kx.Shard()
+    pool = kx.alloc(layout, shard, pages=2, fabric="ucx", ucx_tls="posix,self,tcp")
+    with pytest.raises(kx.BadArgument, match=r"'tcp,self'.*'posix,self,tcp'"):
+        kx.Agent("a", layout, shard, memory=pool, fabric="ucx", ucx_tls="tcp,self")
+    with kx.Agent("a", layout, shard, memory=pool, fabric="ucx") as agent:
+        assert agent.fabrics == ("ucx",)

@@ -60,7 +60,7 @@ def _demo(commands: Any) -> None:
         ),
     )
     parser.add_argument(
-        "--prompt", metavar="TEXT", help="what the user says (default: a short passage and a question)"
+        "--prompt", metavar="TEXT", help="what the user says (default: a short passage to sum up)"
     )
     _add_fabric(parser)
     for side in ("prefill", "decode"):
@@ -84,8 +84,7 @@ def _demo(commands: Any) -> None:
         type=_at_least(1),
         default=64,
         metavar="N",
-        help="tokens that prefill computes at a time; each chunk is pushed layer by layer (default: "
-        "%(default)s)",
+        help="tokens that prefill computes, and pushes layer by layer, at a time (default: %(default)s)",
     )
     _add_json(parser)
     parser.set_defaults(module="kvxfer.cli.demo")
@@ -130,7 +129,7 @@ def _bench(commands: Any) -> None:
         type=_at_least(10),
         default=150,
         metavar="N",
-        help="hand-offs to measure over, one after the other (default: %(default)s)",
+        help="hand-offs to measure over, four at a time (default: %(default)s)",
     )
     _add_fabric(post)
     _add_json(post)

@@ -14,12 +14,17 @@ from kvxfer._memory import ucx_wheel_dir
 from kvxfer.cli._worker import Link, run
 
 _CONNECT_S = 5.0
-# Memory that UCX allocated, and memory that it did not.
-_REGIONS = (0, 1)
+_SETTLE_S = 0.1
+# Region 0 is memory that UCX allocated, region 1 memory that it did not; each with the byte to write. The
+# first write into each only settles things: with some transports it needs both sides, and later ones do not.
+_WRITES = ((0, 0xA1), (1, 0xA2), (0, 0xA3), (1, 0xA4))
 
 
-def _value(region: int) -> int:
-    return 0xA5 - region
+def _progress_a_while(target: _kvxfer._UcxProbeTarget) -> None:
+    """An endpoint goes on choosing its lanes after it is connected, and each choice needs both sides."""
+    deadline = time.monotonic() + _SETTLE_S
+    while time.monotonic() < deadline:
+        target.progress()
 
 
 def _target(link: Link, tls: str) -> None:
@@ -32,15 +37,14 @@ def _target(link: Link, tls: str) -> None:
         if time.monotonic() > deadline:
             raise kx.FabricError(f"no connection over {tls} in {_CONNECT_S:.0f} s")
     link.receive()
+    _progress_a_while(target)
     link.send("idle")
-    for region in _REGIONS:
+    for region, value in _WRITES:
         # Blocks in here, so that nothing in this process can help UCX along.
         link.receive()
-        arrived = target.arrived(_value(region))[region]
+        arrived = target.arrived(value)[region]
         # A write that needed this side can now end, so that the next one is tested alone.
-        deadline = time.monotonic() + 0.2
-        while time.monotonic() < deadline:
-            target.progress()
+        _progress_a_while(target)
         link.send("looked", arrived=arrived)
     link.receive()
 
@@ -54,11 +58,14 @@ def _writer(link: Link, tls: str) -> None:
         if time.monotonic() > deadline:
             raise kx.FabricError(f"no connection over {tls} in {_CONNECT_S:.0f} s")
     link.send("connected", transports=writer.transports())
-    for region in _REGIONS:
-        link.receive()
-        link.send("wrote", flushed=writer.write(region, _value(region)))
+    for region, value in _WRITES:
+        # What is still to be settled with the other side, or to be sent to it, goes on until the next order.
         while not link.waiting():
             writer.progress()
+        link.receive()
+        link.send("wrote", flushed=writer.write(region, value))
+    while not link.waiting():
+        writer.progress()
     link.receive()
 
 

@@ -81,7 +81,8 @@ def _probe(tls: str) -> Found:
         lanes: list[str] = workers.receive(["writer"], "connected", _PROBE_S)["writer"]["transports"]
         workers.send(["target"], connected=True)
         workers.receive(["target"], "idle", _PROBE_S)
-        for _ in range(2):
+        # Two rounds of two kinds of memory; `_doctor_probe` says why.
+        for _ in range(4):
             workers.send(["writer"], write=True)
             flushed = workers.receive(["writer"], "wrote", _PROBE_S)["writer"]["flushed"]
             workers.send(["target"], look=True)
@@ -91,7 +92,7 @@ def _probe(tls: str) -> Found:
         for side in reversed(sides):
             workers.send([side], end=True)
             workers.finish([side], _PROBE_S)
-    return {"tls": tls, "lanes": lanes, "ucx_memory": arrived[0], "other_memory": arrived[1], "error": None}
+    return {"tls": tls, "lanes": lanes, "ucx_memory": arrived[2], "other_memory": arrived[3], "error": None}
 
 
 def probe(transport: str) -> Found:

@@ -96,12 +96,11 @@ class _Worker:
 
     def end(self) -> None:
         """Makes sure that it is gone."""
-        for stream in (self.process.stdin,):
-            if stream is not None:
-                try:
-                    stream.close()
-                except OSError:
-                    pass  # It is gone already, with input unread.
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.close()
+        except OSError:
+            pass  # It is gone already, with input unread.
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -44,13 +44,13 @@ def _check_packages() -> None:
 
 
 def _start_ranks(
-    workers: Workers, side: str, size_: int, options: argparse.Namespace, shared: dict[str, Any]
+    workers: Workers, side: str, count: int, options: argparse.Namespace, shared: dict[str, Any]
 ) -> list[str]:
     """Starts one engine's ranks, with sockets between them."""
     from kvxfer.demo.comm import local_group
 
-    names = [f"{side}-{rank}" for rank in range(size_)]
-    group = local_group(size_, timeout=_STEP_S) if size_ > 1 else []
+    names = [f"{side}-{rank}" for rank in range(count)]
+    group = local_group(count, timeout=_STEP_S) if count > 1 else []
     for rank, name in enumerate(names):
         fds = group[rank].filenos() if group else []
         config = {
@@ -58,7 +58,7 @@ def _start_ranks(
             "side": side,
             "name": name,
             "tp_rank": rank,
-            "tp_size": size_,
+            "tp_size": count,
             "comm_fds": fds,
             "comm_timeout": _STEP_S,
             "fabric": options.fabric,
@@ -192,7 +192,7 @@ def _show(found: dict[str, Any]) -> None:
         ("expect", f"{expect:.1f} us, the median of {quantity(found['expects'], 'call')}, one a rank"),
         (
             "",
-            f"({found['processes']} processes on {quantity(found['cores'], 'core')} take time from each other; "
+            f"({found['processes']} processes on {quantity(found['cores'], 'core')} take each other's time; "
             "`kvxfer bench post` measures both alone)",
         ),
     ]

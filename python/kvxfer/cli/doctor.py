@@ -133,7 +133,9 @@ def _test_fabrics(ucx: Found, problems: list[str]) -> Found:
     progress("testing ucx in the same way")
     found.update(tests.transfer("ucx"))
     if not found["ok"]:
-        problems.append(f"UCX is there, but moved nothing: {found['error']}")
+        problems.append(
+            f"UCX is there, but moved nothing: {found['error']}; try other transports (UCX_TLS=tcp,self)"
+        )
     for transport in ucx["transports"]:
         # Within a process, and between GPUs: not for host memory of two processes.
         if transport == "self" or transport.startswith(("cuda", "gdr", "rocm", "ze_")):
@@ -222,7 +224,11 @@ def _rows_of_fabrics(fabrics: Found) -> list[tuple[str, str]]:
     }
     for transport, probe in ucx["probes"].items():
         said = answers[probe["ucx_memory"], probe["other_memory"]]
-        rows.append((f"ucx {transport}", said if probe["error"] is None else f"FAILED: {probe['error']}"))
+        if probe["error"] is not None:
+            said = f"FAILED: {probe['error']}"
+        elif probe["lanes"] and transport not in probe["lanes"]:
+            said = f"not used: for host memory of two processes UCX takes {', '.join(probe['lanes'])}"
+        rows.append((f"ucx {transport}", said))
     return rows
 
 

@@ -6,7 +6,7 @@ use crate::rooms::{AgentEvent, RoomShared, forks};
 use crate::stats::Stats;
 use crate::thread;
 use kvxfer_proto::msg::Verify;
-use kvxfer_proto::node::{Expect, Push, Source, Stage, Unreleased};
+use kvxfer_proto::node::{EventKind, Expect, Push, Source, Stage, Unreleased};
 use kvxfer_proto::{PageLayout, PushId, Reason, Room};
 use rustix::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::collections::{HashMap, VecDeque};
@@ -132,6 +132,46 @@ pub(crate) struct Shared {
     pub(crate) has_waiters: AtomicBool,
     pub(crate) unreleased: Mutex<Vec<Unreleased>>,
     pub(crate) closed: AtomicBool,
+    /// Nobody takes orders any more.
+    pub(crate) over: AtomicBool,
+}
+
+impl Shared {
+    /// Ends a room from outside the state machine, unless it has ended.
+    pub(crate) fn fail_room(&self, room: Room, shared: &RoomShared, reason: &Reason, released: bool, at_us: u64) {
+        let event = AgentEvent {
+            room,
+            kind: EventKind::Failed(reason.clone()),
+            released,
+            meta: None,
+            stats: kvxfer_proto::node::RoomStats::default(),
+            first_write_at_us: 0,
+            at_us,
+        };
+        if shared.finish(event.clone()) {
+            self.events.push(event);
+            for signal in lock(&self.waiters).iter() {
+                signal.raise();
+            }
+        }
+    }
+
+    /// The thread has ended: whoever queued an order that it did not take, or still queues one, is answered here.
+    pub(crate) fn end_orders(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+        self.over.store(true, Ordering::SeqCst);
+        std::sync::atomic::fence(Ordering::SeqCst);
+        let reason = Reason::new(kvxfer_proto::ReasonKind::Closed, "the agent was closed");
+        while let Some(order) = self.orders.take() {
+            let (room, shared) = match order {
+                Order::Expect(e, shared) => (e.room, shared),
+                Order::Open(room, _, _, shared) => (room, shared),
+                Order::Push(p, shared) => (p.room, shared),
+                Order::Retract(..) | Order::Cancel(_) | Order::Evict(_) | Order::Close => continue,
+            };
+            self.fail_room(room, &shared, &reason, true, crate::driver::now().0);
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -174,6 +214,7 @@ impl Agent {
             has_waiters: AtomicBool::new(false),
             unreleased: Mutex::new(Vec::new()),
             closed: AtomicBool::new(false),
+            over: AtomicBool::new(false),
         });
         let layouts = config.side.groups.clone();
         let started = thread::start(config, Arc::clone(&shared))?;
@@ -235,12 +276,12 @@ impl Agent {
     }
 
     /// A new entry for a room that this call begins.
-    fn begin(&self, room: u64) -> Result<Arc<RoomShared>, CallError> {
+    fn begin(&self, room: u64, expected: bool) -> Result<Arc<RoomShared>, CallError> {
         let mut table = lock(&self.table);
         match table.rooms.get(&room) {
             Some(old) => Err(ended_or(old, room, CallError::RoomInUse(room))),
             None => {
-                let shared = Arc::new(RoomShared::new());
+                let shared = Arc::new(RoomShared::new(expected));
                 table.rooms.insert(room, Arc::clone(&shared));
                 Ok(shared)
             }
@@ -251,7 +292,12 @@ impl Agent {
         self.shared
             .orders
             .submit(order)
-            .map_err(|_| CallError::QueueFull { capacity: self.shared.orders.capacity() })
+            .map_err(|_| CallError::QueueFull { capacity: self.shared.orders.capacity() })?;
+        // The thread may have looked for the last time before the order was there: then nobody else answers it.
+        if self.shared.over.load(Ordering::SeqCst) {
+            self.shared.end_orders();
+        }
+        Ok(())
     }
 
     /// Grants pages to the prefill ranks of a source, for one room.
@@ -263,7 +309,7 @@ impl Agent {
         let tokens = self.check_pages(&order.pages, order.start, order.tokens)?;
         let source = crate::address::HostPort::parse(&order.source, crate::address::DEFAULT_PORT)
             .map_err(CallError::BadArgument)?;
-        let shared = self.begin(order.room)?;
+        let shared = self.begin(order.room, true)?;
         let expect = Expect {
             room,
             pages: order.pages,
@@ -284,7 +330,7 @@ impl Agent {
     /// See [`CallError`]; nothing was done then.
     pub fn open(&self, room: u64, bootstrap: Option<Duration>, timeout: Option<Duration>) -> Result<(), CallError> {
         let number = self.check(room)?;
-        let shared = self.begin(room)?;
+        let shared = self.begin(room, false)?;
         self.submit(Order::Open(number, bootstrap, timeout, shared)).inspect_err(|_| {
             lock(&self.table).rooms.remove(&room);
         })
@@ -316,10 +362,13 @@ impl Agent {
                     if let Some(end) = old.end() {
                         return Err(failed_or(end, order.room, CallError::RoomInUse(order.room)));
                     }
+                    if old.expected {
+                        return Err(CallError::RoomInUse(order.room));
+                    }
                     (Arc::clone(old), false)
                 }
                 None => {
-                    let shared = Arc::new(RoomShared::new());
+                    let shared = Arc::new(RoomShared::new(false));
                     table.rooms.insert(order.room, Arc::clone(&shared));
                     (shared, true)
                 }
@@ -344,8 +393,10 @@ impl Agent {
             waiting_timeout: order.timeout,
         };
         if let Err(e) = self.submit(Order::Push(Box::new(push), Arc::clone(&shared))) {
-            if new {
-                lock(&self.table).rooms.remove(&order.room);
+            let mut table = lock(&self.table);
+            // Another push may have found the entry meanwhile, and its order gone through.
+            if new && Arc::strong_count(&shared) == 2 {
+                table.rooms.remove(&order.room);
             }
             return Err(e);
         }
@@ -387,7 +438,7 @@ impl Agent {
     /// Hands over everything that happened since the last call.
     pub fn poll(&self, mut f: impl FnMut(AgentEvent)) {
         self.shared.events.drain(|event| {
-            let gone = event.released && !matches!(event.kind, kvxfer_proto::node::EventKind::Retracted(_));
+            let gone = event.released && !matches!(event.kind, EventKind::Retracted(_));
             if gone {
                 self.forget(&event);
             }
@@ -399,8 +450,7 @@ impl Agent {
     fn forget(&self, event: &AgentEvent) {
         let mut table = lock(&self.table);
         let room = event.room.get();
-        let failed = table.rooms.get(&room).and_then(|r| r.end()).is_some_and(|e| e.error().is_some());
-        if !failed {
+        if matches!(event.kind, EventKind::Success) {
             table.rooms.remove(&room);
             return;
         }
@@ -484,8 +534,9 @@ impl Agent {
         if self.forks != forks() {
             return Vec::new();
         }
-        let handle = lock(&self.thread).take();
-        if let Some(handle) = handle {
+        // Held until the thread has ended: a second closer waits, and gets the same answer.
+        let mut thread = lock(&self.thread);
+        if let Some(handle) = thread.take() {
             self.shared.stats.set_close_deadline(timeout);
             self.shared.closed.store(true, Ordering::SeqCst);
             // The flag alone suffices; the order only wakes the thread.
@@ -494,6 +545,7 @@ impl Agent {
             }
             let _ = handle.join();
         }
+        drop(thread);
         lock(&self.shared.unreleased).clone()
     }
 }

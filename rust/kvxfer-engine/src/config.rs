@@ -68,6 +68,8 @@ pub struct AgentConfig {
     pub spin: Duration,
     /// Bytes of one slice of data work.
     pub slice_bytes: u64,
+    /// A connection that has not passed its handshake by then is closed.
+    pub handshake_timeout: Duration,
     /// UCX transports, instead of the defaults.
     pub ucx_tls: Option<String>,
     /// Folder of the `libucx` wheel's libraries, if it is installed.
@@ -98,6 +100,7 @@ impl AgentConfig {
             queue_capacity: 4096,
             spin: Duration::from_micros(50),
             slice_bytes: 256 << 10,
+            handshake_timeout: Duration::from_secs(10),
             ucx_tls: None,
             ucx_wheel_dir: None,
             node: node::Config::default(),

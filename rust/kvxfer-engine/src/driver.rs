@@ -10,14 +10,14 @@ use crate::carriers::{Carriers, Which};
 use crate::config::{AgentConfig, StartError};
 use crate::control::{ConnId, Control, ControlEvent, TOKEN_FABRIC};
 use crate::queue::Order;
-use crate::rooms::{AgentEvent, RoomShared};
+use crate::rooms::RoomShared;
 use crate::sched::Scheduler;
 use crate::stats::Stats;
 use directory::Directory;
 use kvxfer_fabric::{Completion, Piece};
 use kvxfer_proto::handshake::Secret;
 use kvxfer_proto::msg::{RegionShape, Role};
-use kvxfer_proto::node::{DeliveryId, EventKind, Node, PeerKey, Stage};
+use kvxfer_proto::node::{DeliveryId, Node, PeerKey, Stage};
 use kvxfer_proto::{Incarnation, Reason, ReasonKind, Room, SessionNo, Time};
 use peers::PeerIo;
 use rustix::fd::AsFd;
@@ -34,6 +34,8 @@ const SLICES_IN_FLIGHT: usize = 8;
 const IN_FLIGHT_NAP: Duration = Duration::from_micros(50);
 /// Statistics are published at most this often.
 const STATS_EVERY_US: u64 = 2_000;
+/// Connections whose time is up are looked for this often while the thread is busy.
+const EXPIRE_EVERY_US: u64 = 100_000;
 
 /// The transfer thread's state.
 pub(crate) struct Driver {
@@ -64,6 +66,7 @@ pub(crate) struct Driver {
     me: Me,
     stats: Stats,
     stats_at: Time,
+    expired_at: Time,
     spin: Duration,
     closing: Option<Time>,
     // Reused buffers.
@@ -135,7 +138,7 @@ impl Driver {
         let listen = HostPort::parse(&config.listen, DEFAULT_PORT).map_err(StartError::BadArgument)?;
         let incarnation = Incarnation(random()?);
         // The port first: a port that is taken must not cost a registration.
-        let control = Control::new(&listen, shared.orders.signal.as_fd(), incarnation, secret)?;
+        let control = Control::new(&listen, shared.orders.signal.as_fd(), incarnation, secret, config.handshake_timeout)?;
         let carriers = Carriers::new(config)?;
         for (i, fd) in (0u64..).zip(carriers.fds()) {
             control.watch(fd, TOKEN_FABRIC + i)?;
@@ -174,6 +177,7 @@ impl Driver {
             },
             stats: Stats::default(),
             stats_at: now,
+            expired_at: now,
             closing: None,
             control_events: Vec::new(),
             completions: Vec::new(),
@@ -218,7 +222,7 @@ impl Driver {
     fn turn(&mut self, now: Time, wait: Option<Duration>) -> bool {
         let mut busy = self.take_orders(now);
         let mut events = std::mem::take(&mut self.control_events);
-        busy |= self.control.turn(now, wait, &mut events);
+        busy |= self.control.turn(wait, &mut events);
         for event in events.drain(..) {
             busy = true;
             self.control_event(now, event);
@@ -228,6 +232,11 @@ impl Driver {
             self.node.handle_timeout(now);
         }
         self.run_retries(now);
+        if now.since_us(self.expired_at) >= EXPIRE_EVERY_US {
+            // Here too: a thread that never sleeps must not keep strangers for ever.
+            self.expired_at = now;
+            self.control.expire(now);
+        }
         busy |= self.carry_out(now);
         busy |= self.run_slice(now);
         // Whatever this turn queued goes out with it; what closes may give the node more to say.
@@ -253,6 +262,9 @@ impl Driver {
     fn sleep(&mut self, now: Time) {
         self.publish_stats(now);
         let handshakes = self.control.expire(now);
+        if self.control.is_unsettled() {
+            return;
+        }
         let retry = self.retries.first().map(|(at, _)| *at);
         let timers = [self.node.poll_timeout(), handshakes, retry, self.closing];
         let next = timers.into_iter().flatten().min();
@@ -268,7 +280,7 @@ impl Driver {
         }
         self.stats.sleeps += 1;
         let mut events = std::mem::take(&mut self.control_events);
-        self.control.turn(now, wait, &mut events);
+        self.control.turn(wait, &mut events);
         self.shared.orders.awake();
         let now = self::now();
         for event in events.drain(..) {
@@ -288,17 +300,20 @@ impl Driver {
                     self.node.handle_expect(now, *expect);
                 }
                 Order::Open(room, bootstrap, waiting, shared) => {
+                    self.node.handle_anew(room);
                     self.rooms.insert(room, shared);
                     self.node.handle_open(now, room, bootstrap, waiting);
                 }
                 Order::Push(push, shared) => {
                     // A room that is over here keeps no entry: its caller has had its events.
-                    if shared.end().is_none() {
-                        self.rooms.insert(push.room, shared);
+                    if shared.end().is_none() && self.rooms.insert(push.room, shared).is_none() {
+                        self.node.handle_anew(push.room);
                     }
                     self.node.handle_push(now, *push);
                 }
                 Order::Retract(room, push) => self.node.handle_retract(now, room, push),
+                // A room that is over here was over before this: it leaves no tombstone that its number's next life would meet.
+                Order::Cancel(room) if !self.rooms.contains_key(&room) => {}
                 Order::Cancel(room) => {
                     let reason = Reason::new(ReasonKind::Cancelled, format!("room {room} was cancelled by {}", self.me.name));
                     self.node.handle_cancel(now, room, reason);
@@ -365,32 +380,28 @@ impl Driver {
         if !(self.node.is_quiet() && self.sched.len() == 0) && now < deadline {
             return false;
         }
-        self.take_orders(now);
+        while self.take_orders(now) {}
         self.carry_out(now);
         self.end_sessions();
         let left = self.node.unreleased();
         *self.shared.unreleased.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = left;
-        self.fail_waiting_rooms(now);
+        self.fail_waiting_rooms(now, &Reason::new(ReasonKind::Closed, "the agent was closed"));
         self.publish_stats(now);
         true
     }
 
     /// Nobody may wait for a room of a closed agent.
-    fn fail_waiting_rooms(&mut self, now: Time) {
-        let reason = Reason::new(ReasonKind::Closed, "the agent was closed");
+    fn fail_waiting_rooms(&mut self, now: Time, reason: &Reason) {
         for (room, shared) in self.rooms.drain() {
-            if shared.end().is_none() {
-                shared.finish(AgentEvent {
-                    room,
-                    kind: EventKind::Failed(reason.clone()),
-                    released: false,
-                    meta: None,
-                    stats: kvxfer_proto::node::RoomStats::default(),
-                    first_write_at_us: 0,
-                    at_us: now.0,
-                });
-            }
+            self.shared.fail_room(room, &shared, reason, false, now.0);
         }
+    }
+
+    /// The thread panicked: what its rooms' pages are still used for is unknown, so all of them count as held.
+    pub(crate) fn died(&mut self) {
+        let reason = Reason::new(ReasonKind::Internal, "the transfer thread panicked: a bug; close this agent");
+        *self.shared.unreleased.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.node.unreleased();
+        self.fail_waiting_rooms(now(), &reason);
     }
 
     fn stage_changed(&self, room: Room, stage: Stage) {

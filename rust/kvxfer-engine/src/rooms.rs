@@ -63,13 +63,16 @@ pub(crate) struct RoomShared {
     pub(crate) last_ordered: AtomicBool,
     /// Its number, so that retracting it allows another.
     pub(crate) last_push: AtomicU64,
+    /// `expect` began it.
+    pub(crate) expected: bool,
     gate: Mutex<()>,
     ended: Condvar,
 }
 
 impl RoomShared {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(expected: bool) -> Self {
         Self {
+            expected,
             stage: AtomicU8::new(Stage::Bootstrapping as u8),
             end: OnceLock::new(),
             last_ordered: AtomicBool::new(false),
@@ -93,13 +96,17 @@ impl RoomShared {
         self.stage.store(stage as u8, Ordering::Release);
     }
 
-    /// Records the terminal event and wakes whoever waits for it.
-    pub(crate) fn finish(&self, event: AgentEvent) {
-        self.set_stage(if event.error().is_some() { Stage::Failed } else { Stage::Success });
-        let _ = self.end.set(event);
+    /// Records the terminal event and wakes whoever waits for it; `false` if there was one already.
+    pub(crate) fn finish(&self, event: AgentEvent) -> bool {
+        let stage = if event.error().is_some() { Stage::Failed } else { Stage::Success };
+        if self.end.set(event).is_err() {
+            return false;
+        }
+        self.set_stage(stage);
         // Waiters hold this lock only between their look and their sleep.
         drop(self.gate.lock().unwrap_or_else(PoisonError::into_inner));
         self.ended.notify_all();
+        true
     }
 
     pub(crate) fn end(&self) -> Option<&AgentEvent> {

@@ -3,6 +3,7 @@
 use crate::agent::Shared;
 use crate::config::{AgentConfig, StartError};
 use crate::driver::Driver;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use std::thread::JoinHandle;
@@ -20,11 +21,17 @@ pub(crate) fn start(config: AgentConfig, shared: Arc<Shared>) -> Result<Started,
     // Linux shows 15 bytes of a thread's name.
     let name: String = format!("kvx-{}", config.name).chars().take(15).collect();
     let work = move || {
+        let all = Arc::clone(&shared);
         let set_up = pin(config.cpu).and_then(|()| Driver::new(&config, shared));
         match set_up {
             Ok(mut driver) => {
                 let _ = tell.send(Ok((driver.address(), driver.fabrics())));
-                driver.run();
+                let ran = catch_unwind(AssertUnwindSafe(|| driver.run()));
+                if ran.is_err() {
+                    // Callers must learn of it: nobody would answer them.
+                    let _ = catch_unwind(AssertUnwindSafe(|| driver.died()));
+                }
+                all.end_orders();
             }
             Err(e) => {
                 let _ = tell.send(Err(e));

@@ -2,7 +2,7 @@
 
 use super::ControlEvent;
 use kvxfer_proto::handshake::{Handshake, Met, Outcome};
-use kvxfer_proto::msg::{Describe, Frame, Msg};
+use kvxfer_proto::msg::{Describe, Frame, Msg, Purpose};
 use kvxfer_proto::node::{PeerKey, Source};
 use kvxfer_proto::wire::{self, Decoded, Decoder, MAX_FRAME_BYTES};
 use kvxfer_proto::{Reason, ReasonKind, Time};
@@ -57,7 +57,10 @@ pub(super) struct Conn {
     out: Vec<u8>,
     written: usize,
     deadline: Time,
-    registered: EventFlags,
+    /// The time was up once already.
+    last_call: bool,
+    /// What epoll knows of this stream, if it knows it.
+    registered: Option<EventFlags>,
     /// Close once everything is written.
     finishing: Option<Reason>,
     failed: Option<Reason>,
@@ -67,10 +70,10 @@ impl Conn {
     pub(super) fn accepted(id: ConnId, stream: TcpStream, h: Handshake, deadline: Time) -> std::io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
+        keep_alive(&stream)?;
         let mut conn = Self::dialled(id, ConnKind::Accepted, deadline);
         conn.stream = Some(stream);
         conn.phase = Some(Phase::Handshake(Box::new(h)));
-        conn.registered = conn.interest();
         Ok(conn)
     }
 
@@ -87,7 +90,8 @@ impl Conn {
             out: Vec::new(),
             written: 0,
             deadline,
-            registered: EventFlags::empty(),
+            last_call: false,
+            registered: None,
             finishing: None,
             failed: None,
         }
@@ -111,7 +115,7 @@ impl Conn {
                 Ok(stream) => {
                     self.stream = Some(stream);
                     self.connecting = true;
-                    self.registered = self.interest();
+                    self.registered = None;
                     return;
                 }
                 Err(e) => why = format!("cannot connect to {address}: {e}"),
@@ -128,8 +132,19 @@ impl Conn {
         self.finishing.get_or_insert(reason);
     }
 
-    /// Ends a handshake whose time is up; the peer is told.
-    pub(super) fn abort(&mut self, reason: Reason) {
+    /// The time is up: a handshake ends and the peer is told; a peer that does not take what was left to say is cut off.
+    pub(super) fn time_is_up(&mut self, next: Time) {
+        let reason = Reason::new(ReasonKind::TransferTimeout, "the peer does not answer");
+        let last = std::mem::replace(&mut self.last_call, true);
+        self.deadline = next;
+        if last {
+            self.fail(reason);
+        } else if self.finishing.is_none() {
+            self.abort(reason);
+        }
+    }
+
+    fn abort(&mut self, reason: Reason) {
         if let Some(Phase::Handshake(h)) = &mut self.phase {
             h.abort(reason.clone());
             self.take_handshake_frames();
@@ -142,7 +157,9 @@ impl Conn {
     }
 
     pub(super) fn deadline(&self) -> Option<Time> {
-        (!self.established()).then_some(self.deadline)
+        // A look-up is one question and one answer.
+        let stays = matches!(&self.phase, Some(Phase::Ready(met)) if met.purpose != Purpose::Lookup);
+        (!stays || self.finishing.is_some()).then_some(self.deadline)
     }
 
     pub(super) fn established(&self) -> bool {
@@ -174,14 +191,14 @@ impl Conn {
         }
     }
 
-    /// New interest, if it differs from what is registered.
-    pub(super) fn interest_changed(&mut self) -> Option<EventFlags> {
+    /// New interest, if it differs from what is registered, and whether nothing is.
+    pub(super) fn interest_changed(&mut self) -> Option<(EventFlags, bool)> {
         let want = self.interest();
-        if self.stream.is_none() || want == self.registered {
+        if self.stream.is_none() || Some(want) == self.registered {
             return None;
         }
-        self.registered = want;
-        Some(want)
+        let new = self.registered.replace(want).is_none();
+        Some((want, new))
     }
 
     /// The descriptor is ready for something.
@@ -203,6 +220,7 @@ impl Conn {
             Ok(None) => {
                 self.connecting = false;
                 let _ = stream.set_nodelay(true);
+                let _ = keep_alive(stream);
                 true
             }
             Ok(Some(e)) | Err(e) => {
@@ -210,8 +228,9 @@ impl Conn {
                     Ok(a) => format!("cannot connect to {a}: {e}"),
                     Err(_) => format!("cannot connect: {e}"),
                 };
-                // The next address needs a descriptor of its own; one attempt a dial keeps that simple for the caller.
-                self.fail(Reason::new(ReasonKind::PeerLost, text));
+                self.stream = None;
+                self.connecting = false;
+                self.connect_next(&text);
                 false
             }
         }
@@ -375,6 +394,16 @@ impl Conn {
             self.written = 0;
         }
     }
+}
+
+/// A peer whose host has gone away says nothing more: the system asks it, so that registrations and look-ups end too.
+fn keep_alive(stream: &TcpStream) -> std::io::Result<()> {
+    use rustix::net::sockopt;
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, std::time::Duration::from_secs(5))?;
+    sockopt::set_tcp_keepintvl(stream, std::time::Duration::from_secs(2))?;
+    sockopt::set_tcp_keepcnt(stream, 3)?;
+    Ok(sockopt::set_tcp_user_timeout(stream, 15_000)?)
 }
 
 fn begin_connect(address: SocketAddr) -> rustix::io::Result<TcpStream> {

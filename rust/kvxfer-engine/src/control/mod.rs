@@ -20,8 +20,8 @@ use std::time::Duration;
 
 /// Connections accepted at most; more are closed at once.
 const MAX_CONNECTIONS: usize = 16_384;
-/// A handshake that takes longer is given up.
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+/// Of those, how many may not have passed their handshake yet; past it the oldest is closed.
+const MAX_STRANGERS: usize = 256;
 
 /// Tokens of the descriptors that are not connections.
 pub(crate) const TOKEN_WAKE: u64 = 0;
@@ -47,6 +47,8 @@ pub(crate) enum ControlEvent {
 /// All connections of an agent.
 pub(crate) struct Control {
     epoll: OwnedFd,
+    /// Given up to turn connections away when no other descriptor is left.
+    spare: Option<OwnedFd>,
     listener: TcpListener,
     address: SocketAddr,
     conns: HashMap<ConnId, Conn>,
@@ -54,6 +56,7 @@ pub(crate) struct Control {
     names: Names,
     incarnation: Incarnation,
     secret: Option<Secret>,
+    handshake_timeout: Duration,
     ready: Vec<epoll::Event>,
     /// Connections with something to write or to report.
     touched: Vec<ConnId>,
@@ -72,6 +75,7 @@ impl Control {
         wake: BorrowedFd<'_>,
         incarnation: Incarnation,
         secret: Option<Secret>,
+        handshake_timeout: Duration,
     ) -> Result<Self, StartError> {
         let fail = |why: String| StartError::Listen { address: listen.to_string(), why };
         let addresses: Vec<SocketAddr> = (listen.host.as_str(), listen.port)
@@ -95,8 +99,10 @@ impl Control {
         let address = listener.local_addr().map_err(|e| fail(e.to_string()))?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(os("epoll_create"))?;
         let names = Names::new().map_err(os("eventfd"))?;
+        let spare = rustix::io::fcntl_dupfd_cloexec(&epoll, 0).ok();
         let this = Self {
             epoll,
+            spare,
             listener,
             address,
             conns: HashMap::new(),
@@ -104,6 +110,7 @@ impl Control {
             names,
             incarnation,
             secret,
+            handshake_timeout,
             ready: Vec::with_capacity(256),
             touched: Vec::new(),
             frames_sent: 0,
@@ -131,7 +138,7 @@ impl Control {
     }
 
     /// Waits up to `timeout` for anything, and does what I/O there is. Returns whether there was any.
-    pub(crate) fn turn(&mut self, now: Time, timeout: Option<Duration>, out: &mut Vec<ControlEvent>) -> bool {
+    pub(crate) fn turn(&mut self, timeout: Option<Duration>, out: &mut Vec<ControlEvent>) -> bool {
         let limit = timeout.map(|t| rustix::event::Timespec {
             tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: i64::from(t.subsec_nanos()),
@@ -141,12 +148,14 @@ impl Control {
         // Interrupted or not, whatever is ready now is ready the next time too.
         let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut ready), limit.as_ref());
         // The other descriptors only wake a sleeper: they may stay readable while there is nothing to do.
-        let any = ready.iter().any(|e| matches!(e.data.u64(), TOKEN_LISTENER | TOKEN_NAMES | TOKEN_CONN..));
+        let mut any = ready.iter().any(|e| matches!(e.data.u64(), TOKEN_NAMES | TOKEN_CONN..));
         for event in &ready {
             let flags = event.flags;
             match event.data.u64() {
-                TOKEN_LISTENER => self.accept(now),
-                TOKEN_NAMES => self.named(now),
+                // Not the time at which a sleep began: the handshake's limit counts from here. A listener that stays readable
+                // because no descriptor is left must not keep the thread awake.
+                TOKEN_LISTENER => any |= self.accept(crate::driver::now()),
+                TOKEN_NAMES => self.named(),
                 token if token >= TOKEN_CONN => {
                     let id = ConnId(token);
                     if let Some(conn) = self.conns.get_mut(&id) {
@@ -174,9 +183,12 @@ impl Control {
                 self.bad_connections += u64::from(!established);
                 self.conns.remove(&id);
                 out.push(ControlEvent::Closed { conn: id, kind, established, reason });
-            } else if let Some(flags) = conn.interest_changed() {
+            } else if let Some((flags, new)) = conn.interest_changed() {
                 let data = epoll::EventData::new_u64(id.0);
-                let changed = conn.fd().map(|fd| epoll::modify(&self.epoll, fd, data, flags));
+                let changed = conn.fd().map(|fd| match new {
+                    true => epoll::add(&self.epoll, fd, data, flags),
+                    false => epoll::modify(&self.epoll, fd, data, flags),
+                });
                 if let Some(Err(e)) = changed {
                     conn.fail(Reason::new(ReasonKind::Internal, format!("epoll_ctl failed: {e}")));
                     self.touched.push(id);
@@ -194,8 +206,7 @@ impl Control {
         for (id, conn) in &mut self.conns {
             let Some(deadline) = conn.deadline() else { continue };
             if deadline <= now {
-                let text = format!("no handshake within {} s", HANDSHAKE_LIMIT.as_secs());
-                conn.abort(Reason::new(ReasonKind::TransferTimeout, text));
+                conn.time_is_up(now.after(self.handshake_timeout));
                 self.touched.push(*id);
             } else {
                 next = Some(next.map_or(deadline, |n: Time| n.min(deadline)));
@@ -204,22 +215,69 @@ impl Control {
         next
     }
 
-    fn accept(&mut self, now: Time) {
+    /// Whether [`Control::settle`] has something to do.
+    pub(crate) fn is_unsettled(&self) -> bool {
+        !self.touched.is_empty()
+    }
+
+    fn accept(&mut self, now: Time) -> bool {
+        let mut any = false;
         // Bounded, so that a flood of connections cannot starve the data; the rest is accepted on the next turn.
         for _ in 0..64 {
-            let Ok((stream, _)) = self.listener.accept() else { return };
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(e) => {
+                    let errno = rustix::io::Errno::from_io_error(&e);
+                    if matches!(errno, Some(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE)) {
+                        self.shed();
+                    }
+                    return any;
+                }
+            };
+            any = true;
             if self.conns.len() >= MAX_CONNECTIONS {
                 self.bad_connections += 1;
                 continue;
             }
             let Some(config) = self.handshake_config() else { continue };
             let id = self.new_id();
-            let conn = Conn::accepted(id, stream, handshake::Handshake::acceptor(config), now.after(HANDSHAKE_LIMIT));
+            let conn = Conn::accepted(id, stream, handshake::Handshake::acceptor(config), now.after(self.handshake_timeout));
             match conn {
-                Ok(conn) => self.add(conn),
+                Ok(conn) => {
+                    self.add(conn);
+                    self.limit_strangers();
+                }
                 Err(_) => self.bad_connections += 1,
             }
         }
+        any
+    }
+
+    /// Strangers must not use up the engine's descriptors: the one that has waited longest goes first.
+    fn limit_strangers(&mut self) {
+        if self.conns.len() <= MAX_STRANGERS {
+            return;
+        }
+        let strangers = || self.conns.values().filter(|c| c.kind == ConnKind::Accepted && !c.established());
+        if strangers().count() > MAX_STRANGERS
+            && let Some(oldest) = strangers().map(|c| c.id).min()
+            && let Some(conn) = self.conns.get_mut(&oldest)
+        {
+            let text = format!("more than {MAX_STRANGERS} connections are in their handshake");
+            conn.fail(Reason::new(ReasonKind::PeerLost, text));
+            self.touched.push(oldest);
+        }
+    }
+
+    /// No descriptor is left: whoever waits is turned away with the one that was kept for that, or the listener would stay
+    /// readable for ever and the thread awake.
+    fn shed(&mut self) {
+        self.spare = None;
+        while let Ok((stream, _)) = self.listener.accept() {
+            self.bad_connections += 1;
+            drop(stream);
+        }
+        self.spare = rustix::io::fcntl_dupfd_cloexec(&self.epoll, 0).ok();
     }
 
     fn handshake_config(&self) -> Option<handshake::Config> {
@@ -234,13 +292,8 @@ impl Control {
     }
 
     fn add(&mut self, conn: Conn) {
+        // `settle` watches it.
         let id = conn.id;
-        let flags = conn.interest();
-        if let Some(fd) = conn.fd()
-            && epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id.0), flags).is_err()
-        {
-            self.bad_connections += 1;
-        }
         self.touched.push(id);
         self.conns.insert(id, conn);
     }
@@ -253,7 +306,7 @@ impl Control {
             ConnKind::Accepted | ConnKind::Transfer(_) => Purpose::Transfer,
         };
         let id = self.new_id();
-        let deadline = now.after(HANDSHAKE_LIMIT);
+        let deadline = now.after(self.handshake_timeout);
         let mut conn = Conn::dialled(id, kind, deadline);
         match self.handshake_config() {
             Some(config) => conn.set_handshake(handshake::Handshake::initiator(config, purpose, session)),
@@ -267,19 +320,12 @@ impl Control {
         id
     }
 
-    fn named(&mut self, now: Time) {
-        let _ = now;
+    fn named(&mut self) {
         for (id, answer) in self.names.answers() {
             let Some(conn) = self.conns.get_mut(&id) else { continue };
             match answer {
                 Ok(addresses) => conn.connect(&addresses),
                 Err(why) => conn.fail(Reason::new(ReasonKind::PeerLost, why)),
-            }
-            if let Some(fd) = conn.fd() {
-                let added = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id.0), conn.interest());
-                if let Err(e) = added {
-                    conn.fail(Reason::new(ReasonKind::Internal, format!("epoll_ctl failed: {e}")));
-                }
             }
             self.touched.push(id);
         }

@@ -92,7 +92,7 @@ impl Driver {
     fn own_entry(&self, conn: ConnId) -> Entry {
         let listen = self.control.address();
         let address = match self.control.local_address(conn) {
-            Some(local) if listen.ip().is_unspecified() => SocketAddr::new(local.ip(), listen.port()),
+            Some(local) if listen.ip().is_unspecified() => SocketAddr::new(local.ip().to_canonical(), listen.port()),
             _ => listen,
         };
         let side = self.node.side();

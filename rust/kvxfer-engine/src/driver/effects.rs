@@ -1,7 +1,7 @@
 //! Carrying out what the state machine wants, and telling it what came of it.
 
-use super::Driver;
 use super::peers::Endpoint;
+use super::{Driver, Retry};
 use crate::carriers::{Which, mover};
 use crate::rooms::AgentEvent;
 use crate::sched::{FlowEnd, Slice};
@@ -37,6 +37,7 @@ impl Driver {
                 Action::Connect(key) => self.connect(now, key),
                 Action::DropSession { peer, session, reason } => self.drop_session(peer, session, reason),
                 Action::Fence(key) => self.fence(now, key),
+                Action::Forget(key) => self.forget(key),
                 Action::TellRefused { peer, rooms } => self.tell_refused(peer, rooms),
             }
         }
@@ -170,8 +171,19 @@ impl Driver {
             Ok(()) => {
                 self.fences.insert(ticket, key);
             }
+            // A closed endpoint over which only we read is as good as fenced.
+            Err(_) if mover(which) == Mover::Receiver => self.fence_result(now, key, Ok(())),
             Err(e) => self.fence_result(now, key, Err(e)),
         }
+    }
+
+    /// Nothing more is wanted of this peer.
+    fn forget(&mut self, key: PeerKey) {
+        let Some(mut io) = self.peers.remove(&key) else { return };
+        if let Some((which, ep)) = io.take_endpoint() {
+            self.carriers.disconnect(which, ep);
+        }
+        self.attempts.remove(&Retry::Connect(key));
     }
 
     pub(super) fn fenced(&mut self, now: Time, ticket: u64, result: Result<(), FabricError>) {

@@ -11,6 +11,7 @@ use kvxfer_proto::node::{Direction, PeerKey, SessionUp};
 use kvxfer_proto::plan::Template;
 use kvxfer_proto::{Reason, ReasonKind, SessionNo, Side, Time};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// An endpoint that can carry bytes, and the plan for the two shards.
 pub(super) struct Endpoint {
@@ -25,6 +26,10 @@ pub(super) struct PeerIo {
     /// Where it listens, from the directory.
     pub(super) address: Option<HostPort>,
     dialling: Option<ConnId>,
+    /// When it was dialled last, how often in quick succession, and before when it is not dialled again.
+    dialled_at: Time,
+    quick: u32,
+    not_before: Time,
     /// The connection of the present session.
     pub(super) conn: Option<(ConnId, SessionNo)>,
     pub(super) describe: Option<Box<Describe>>,
@@ -41,8 +46,9 @@ pub(super) struct PeerIo {
 impl PeerIo {
     /// Gives up the endpoint, also one that is being made.
     pub(super) fn take_endpoint(&mut self) -> Option<(Which, EpId)> {
+        // There is never one of each: a new one is begun only after the old one is closed.
         let made = self.endpoint.take().map(|e| (e.which, e.ep));
-        made.or(self.attaching.take())
+        made.or_else(|| self.attaching.take())
     }
 
     pub(super) fn side(&self) -> Option<Side> {
@@ -59,6 +65,14 @@ impl Driver {
         }
         let io = self.peers.entry(key).or_default();
         let Some(address) = io.address.clone().filter(|_| io.dialling.is_none() && io.conn.is_none()) else { return };
+        if now < io.not_before {
+            self.retries.insert((io.not_before, Retry::Connect(key)));
+            return;
+        }
+        // Sessions that end as soon as they are up must not be dialled for in a tight loop.
+        io.quick = if now.since_us(io.dialled_at) < 1_000_000 { (io.quick + 1).min(8) } else { 0 };
+        io.dialled_at = now;
+        io.not_before = now.after(Duration::from_millis((1u64 << io.quick).min(1000)));
         let session = self.node.next_session(key);
         io.dialling = Some(self.control.dial(now, &address, ConnKind::Transfer(key), session));
     }
@@ -238,15 +252,12 @@ impl Driver {
             return;
         };
         let Some(io) = self.peers.get_mut(&key) else { return };
-        match &io.endpoint {
-            Some(e) if e.which == which => {
-                self.answer_attach(key, None, String::new());
-                self.node.handle_attached(now, key, mover(which));
-                return;
-            }
-            _ => {}
+        if io.endpoint.as_ref().is_some_and(|e| e.which == which) {
+            self.answer_attach(key, None, String::new());
+            self.node.handle_attached(now, key, mover(which));
+            return;
         }
-        if let Some((old, ep)) = io.attaching.take() {
+        if let Some((old, ep)) = io.take_endpoint() {
             self.carriers.disconnect(old, ep);
         }
         if let Err(e) = self.open_endpoint(key, which) {
@@ -401,6 +412,10 @@ impl Driver {
                 io.conn = None;
             }
             self.node.handle_session_down(now, key, session);
+            if key.direction == Direction::WeGrant {
+                // A session that the node refused leaves nobody who would ask for the next; nothing if none is wanted.
+                self.connect(now, key);
+            }
             return;
         }
         match kind {
@@ -452,12 +467,12 @@ impl Driver {
         }
         // A socket that is closed with bytes unread resets the connection, and the goodbye could be lost with it: the
         // peers close first, or the time is up.
-        let until = super::now().after(std::time::Duration::from_millis(200));
+        let until = super::now().after(Duration::from_millis(200));
         let mut events = Vec::new();
         let mut left = open.len();
         while left > 0 && super::now() < until {
             self.control.settle(&mut events);
-            self.control.turn(super::now(), Some(std::time::Duration::from_millis(5)), &mut events);
+            self.control.turn(Some(Duration::from_millis(5)), &mut events);
             self.control.settle(&mut events);
             for event in events.drain(..) {
                 if let ControlEvent::Closed { conn, .. } = event

@@ -166,7 +166,7 @@ impl Node {
             // A withdrawn message's place holder, an answer to a ping, or a kind of a newer peer.
             Msg::Ack(_) | Msg::Pong(_) => {}
             Msg::Ping(n) => self.send_unnumbered(key, Msg::Pong(n)),
-            Msg::Bye(reason) => self.lose_peer(now, key, &reason),
+            Msg::Bye(reason) => self.goodbye(now, key, &reason),
             numbered if frame.number > 0 => self.take_numbered(now, key, numbered)?,
             other => {
                 return Err(Reason::new(
@@ -206,6 +206,13 @@ impl Node {
             Some(DeliveryFor::Inbound(room, key, push)) => self.inbound_delivery(now, room, key, push, end),
             Some(DeliveryFor::Outbound(room, key, push)) => self.outbound_delivery(now, room, key, push, end),
             None => {}
+        }
+    }
+
+    /// The caller begins a room of this number: what it was told of an earlier one says nothing of this one.
+    pub fn handle_anew(&mut self, room: Room) {
+        if let Some(tomb) = self.tombs.get_mut(room) {
+            tomb.told = false;
         }
     }
 

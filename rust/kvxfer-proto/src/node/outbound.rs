@@ -348,6 +348,7 @@ impl Node {
                 self.actions.push_back(Action::Stage(room, Stage::Waiting));
             }
             r.progress.touch(now);
+            self.timers.set(r.progress.patience.at, Timer::Outbound(room));
         }
         self.pump_room(now, room);
     }
@@ -456,6 +457,7 @@ impl Node {
                 self.actions.push_back(Action::Stage(room, Stage::Transferring));
             }
             r.progress.touch(now);
+            self.timers.set(r.progress.patience.at, Timer::Outbound(room));
         }
         self.send_empty_last(now, room, key);
     }

@@ -32,6 +32,8 @@ pub(super) struct Peer {
     pub(super) lost_since: Option<Time>,
     pub(super) fence: Fence,
     pub(super) dead: bool,
+    /// It said goodbye, or another incarnation took its place: it will not come back.
+    gone: bool,
     next_seq: u64,
 }
 
@@ -236,7 +238,7 @@ impl Node {
         self.forget_sources_of(key);
         self.retry_unheard_rooms(now, key);
         let reason = Reason::new(ReasonKind::PeerLost, format!("peer {} restarted", self.peer_name(key)));
-        self.lose_peer(now, key, &reason);
+        self.goodbye(now, key, &reason);
     }
 
     /// Nobody answers at this peer's address. What was known of its source is void, and rooms of which it had not heard
@@ -327,16 +329,31 @@ impl Node {
         if let Some(peer) = self.peers.get_mut(&key) {
             peer.fence = Fence::Open;
             peer.attached = None;
-            peer.lost_since = None;
+            peer.lost_since = Some(now);
             peer.link.restart(generation);
+            self.timers.set(now.after(self.cfg.forget_after), Timer::Peer(key));
         }
         self.inbound_fenced(now, key);
         self.outbound_fenced(now, key);
-        if self.peers.get(&key).is_some_and(|p| p.dead) {
-            self.peers.remove(&key);
-            self.dirty.remove(&key);
-            self.timers.cancel(Timer::Peer(key));
+        if self.peers.get(&key).is_some_and(|p| p.dead || p.gone) {
+            self.forget_peer(key);
         }
+    }
+
+    fn forget_peer(&mut self, key: PeerKey) {
+        self.peers.remove(&key);
+        self.dirty.remove(&key);
+        self.timers.cancel(Timer::Peer(key));
+        self.forget_sources_of(key);
+        self.actions.push_back(Action::Forget(key));
+    }
+
+    /// The peer ends its side in an orderly way.
+    pub(super) fn goodbye(&mut self, now: Time, key: PeerKey, reason: &Reason) {
+        if let Some(peer) = self.peers.get_mut(&key) {
+            peer.gone = true;
+        }
+        self.lose_peer(now, key, reason);
     }
 
     pub(super) fn peer_timer(&mut self, now: Time, key: PeerKey) {
@@ -372,6 +389,10 @@ impl Node {
                 fence_after.as_secs_f64()
             );
             self.lose_peer(now, key, &Reason::new(ReasonKind::PeerLost, text));
+        } else if now >= since.after(self.cfg.forget_after) {
+            self.forget_peer(key);
+        } else {
+            self.timers.set(since.after(self.cfg.forget_after), Timer::Peer(key));
         }
     }
 

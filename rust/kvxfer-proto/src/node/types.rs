@@ -17,6 +17,8 @@ pub struct Config {
     pub suspect_after: Duration,
     /// A peer with which no session could be had for this long is fenced.
     pub fence_after: Duration,
+    /// A peer with which there was no session and no room for this long is forgotten.
+    pub forget_after: Duration,
     /// Default for a room's time until its peers are in contact.
     pub bootstrap_timeout: Duration,
     /// Default for a room's time without progress after that.
@@ -35,6 +37,7 @@ impl Default for Config {
             heartbeat: Duration::from_secs(1),
             suspect_after: Duration::from_secs(5),
             fence_after: Duration::from_secs(10),
+            forget_after: Duration::from_secs(3600),
             bootstrap_timeout: Duration::from_secs(300),
             waiting_timeout: Duration::from_secs(300),
             quarantine_limit: u64::MAX,
@@ -273,6 +276,8 @@ pub enum Action {
     Abort(DeliveryId),
     /// Make sure that nothing from this peer lands any more; answer with `handle_fenced`.
     Fence(PeerKey),
+    /// Nothing more will be wanted of this peer: drop what is kept for it.
+    Forget(PeerKey),
     /// A room's stage changed.
     Stage(Room, Stage),
     /// Tell the caller.

@@ -176,7 +176,7 @@ impl Net {
         while let Some(action) = self.nodes[i].node.poll_action() {
             match action {
                 Action::Event(e) => self.nodes[i].events.push(e),
-                Action::Stage(..) | Action::TellRefused { .. } => {}
+                Action::Stage(..) | Action::TellRefused { .. } | Action::Forget(_) => {}
                 Action::Resolve(source) => {
                     let d = self.draw(self.control_us);
                     self.at(d, What::Resolve { from: i, source });
