@@ -27,7 +27,9 @@ impl HostPort {
         if text.is_empty() {
             return bad("it is empty");
         }
-        let port_of = |p: &str| p.parse::<u16>().map_err(|_| format!("address {text:?}: {p:?} is not a port (0 to 65535)"));
+        let port_of = |p: &str| {
+            p.parse::<u16>().map_err(|_| format!("address {text:?}: {p:?} is not a port (0 to 65535)"))
+        };
         if let Some(rest) = text.strip_prefix('[') {
             let Some((host, after)) = rest.split_once(']') else { return bad("the bracket is not closed") };
             if host.parse::<Ipv6Addr>().is_err() {

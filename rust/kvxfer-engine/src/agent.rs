@@ -1,125 +1,23 @@
 //! The caller's end of an agent.
 
 use crate::config::{AgentConfig, StartError};
+use crate::order::{CallError, ExpectOrder, PushOrder, WaitError};
 use crate::queue::{Events, Order, Orders, Signal};
 use crate::rooms::{AgentEvent, RoomShared, forks};
 use crate::stats::Stats;
 use crate::thread;
-use kvxfer_proto::msg::Verify;
+use crate::waiter::Waiter;
 use kvxfer_proto::node::{EventKind, Expect, Push, Source, Stage, Unreleased};
+use kvxfer_proto::wire::MAX_META_BYTES;
 use kvxfer_proto::{PageLayout, PushId, Reason, Room};
-use rustix::fd::{AsRawFd, BorrowedFd, RawFd};
+use rustix::fd::{AsFd, BorrowedFd};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use thiserror::Error;
-
-/// Longest metadata that a push may carry.
-pub use kvxfer_proto::wire::MAX_META_BYTES;
 
 /// Failed rooms that the caller has polled, remembered so that a late call on one says why.
 const ENDED_ROOMS: usize = 4096;
-
-/// Why a call was refused, at once and with nothing done.
-#[derive(Clone, PartialEq, Eq, Debug, Error)]
-pub enum CallError {
-    /// The order queue is full.
-    #[error(
-        "the order queue is full ({capacity} orders wait for the transfer thread): poll, and call again; a larger queue is Agent(queue_capacity=)"
-    )]
-    QueueFull {
-        /// Orders it holds.
-        capacity: usize,
-    },
-    /// The room is in use.
-    #[error("room {0} is in use on this agent: draw a new one with new_room()")]
-    RoomInUse(u64),
-    /// No such room.
-    #[error("room {0} is not known to this agent")]
-    UnknownRoom(u64),
-    /// The room has ended.
-    #[error("room {room} has failed: {reason}")]
-    Failed {
-        /// Which.
-        room: u64,
-        /// Why it failed.
-        reason: Reason,
-    },
-    /// The agent is closed.
-    #[error("the agent is closed")]
-    Closed,
-    /// The agent belongs to the parent process.
-    #[error("this agent was made before a fork: make one in the child, after the fork")]
-    Forked,
-    /// An argument is wrong.
-    #[error("{0}")]
-    BadArgument(String),
-}
-
-/// Why a wait gave nothing.
-#[derive(Clone, PartialEq, Debug, Error)]
-pub enum WaitError {
-    /// Not yet.
-    #[error("room {room} has not ended within {seconds} s (it is {stage})")]
-    Timeout {
-        /// Which.
-        room: u64,
-        /// How long we waited.
-        seconds: f64,
-        /// Where it stands.
-        stage: &'static str,
-    },
-    /// It cannot be waited for.
-    #[error(transparent)]
-    Call(#[from] CallError),
-}
-
-/// What `expect` is told.
-#[derive(Clone, Debug)]
-pub struct ExpectOrder {
-    /// Room number.
-    pub room: u64,
-    /// One page list a group.
-    pub pages: Vec<Arc<[u32]>>,
-    /// First token to receive.
-    pub start: u64,
-    /// How many tokens.
-    pub tokens: u64,
-    /// Directory of the prefill engine.
-    pub source: String,
-    /// Its data-parallel rank.
-    pub source_dp_rank: u32,
-    /// Checksums.
-    pub verify: Verify,
-    /// Until the peers are in contact.
-    pub bootstrap_timeout: Option<Duration>,
-    /// Without progress after that.
-    pub timeout: Option<Duration>,
-}
-
-/// What `push` is told.
-#[derive(Clone, Debug)]
-pub struct PushOrder {
-    /// Room number.
-    pub room: u64,
-    /// One page list a group.
-    pub pages: Vec<Arc<[u32]>>,
-    /// First token of the page lists.
-    pub start: u64,
-    /// How many tokens.
-    pub tokens: u64,
-    /// Layers, or all.
-    pub layers: Option<(u32, u32)>,
-    /// Whether that is all.
-    pub last: bool,
-    /// For decode.
-    pub meta: Option<Arc<[u8]>>,
-    /// Until decode is in contact.
-    pub bootstrap_timeout: Option<Duration>,
-    /// Without progress after that.
-    pub timeout: Option<Duration>,
-}
 
 /// State that callers and the transfer thread share.
 #[derive(Debug)]
@@ -138,7 +36,14 @@ pub(crate) struct Shared {
 
 impl Shared {
     /// Ends a room from outside the state machine, unless it has ended.
-    pub(crate) fn fail_room(&self, room: Room, shared: &RoomShared, reason: &Reason, released: bool, at_us: u64) {
+    pub(crate) fn fail_room(
+        &self,
+        room: Room,
+        shared: &RoomShared,
+        reason: &Reason,
+        released: bool,
+        at_us: u64,
+    ) {
         let event = AgentEvent {
             room,
             kind: EventKind::Failed(reason.clone()),
@@ -195,7 +100,7 @@ pub struct Agent {
     transports: String,
 }
 
-fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -250,7 +155,10 @@ impl Agent {
             return Err(CallError::Closed);
         }
         Room::new(room).ok_or_else(|| {
-            CallError::BadArgument(format!("room {room} is out of range: a room has 63 bits, 0 to {}", Room::MAX))
+            CallError::BadArgument(format!(
+                "room {room} is out of range: a room has 63 bits, 0 to {}",
+                Room::MAX
+            ))
         })
     }
 
@@ -328,7 +236,12 @@ impl Agent {
     ///
     /// # Errors
     /// See [`CallError`]; nothing was done then.
-    pub fn open(&self, room: u64, bootstrap: Option<Duration>, timeout: Option<Duration>) -> Result<(), CallError> {
+    pub fn open(
+        &self,
+        room: u64,
+        bootstrap: Option<Duration>,
+        timeout: Option<Duration>,
+    ) -> Result<(), CallError> {
         let number = self.check(room)?;
         let shared = self.begin(room, false)?;
         self.submit(Order::Open(number, bootstrap, timeout, shared)).inspect_err(|_| {
@@ -353,7 +266,9 @@ impl Agent {
             return Err(CallError::BadArgument(text));
         }
         if order.meta.is_some() && !order.last {
-            return Err(CallError::BadArgument("meta goes with the last push of a room (last=True)".to_owned()));
+            return Err(CallError::BadArgument(
+                "meta goes with the last push of a room (last=True)".to_owned(),
+            ));
         }
         let (shared, new) = {
             let mut table = lock(&self.table);
@@ -375,7 +290,11 @@ impl Agent {
             }
         };
         if shared.last_ordered.load(Ordering::Relaxed) {
-            let text = format!("room {}: push {} was the last one (last=True)", order.room, shared.last_push.load(Ordering::Relaxed));
+            let text = format!(
+                "room {}: push {} was the last one (last=True)",
+                order.room,
+                shared.last_push.load(Ordering::Relaxed)
+            );
             return Err(CallError::BadArgument(text));
         }
         let id = PushId(self.next_push.fetch_add(1, Ordering::Relaxed));
@@ -407,7 +326,7 @@ impl Agent {
         Ok(id)
     }
 
-    /// Takes a push's pages back; a `Retracted` event says when they are free.
+    /// Takes a push's pages back; a `Retracted` event says when they are free. The room then needs a new last push.
     ///
     /// # Errors
     /// See [`CallError`]; nothing was done then.
@@ -415,9 +334,8 @@ impl Agent {
         let number = self.check(room)?;
         let shared = self.known(room)?;
         self.submit(Order::Retract(number, push))?;
-        if shared.last_push.load(Ordering::Relaxed) == push.0 {
-            shared.last_ordered.store(false, Ordering::Relaxed);
-        }
+        // Whatever replaces it comes with a new `last`.
+        shared.last_ordered.store(false, Ordering::Relaxed);
         Ok(())
     }
 
@@ -494,8 +412,8 @@ impl Agent {
 
     /// A descriptor that is readable while `poll` has something.
     #[must_use]
-    pub fn event_fd(&self) -> RawFd {
-        borrowed(&self.shared.events.signal).as_raw_fd()
+    pub fn event_fd(&self) -> BorrowedFd<'_> {
+        self.shared.events.signal.as_fd()
     }
 
     /// A descriptor of its own for an event loop: readable after each terminal event until
@@ -554,38 +472,6 @@ impl Drop for Agent {
     fn drop(&mut self) {
         let _ = self.close(Duration::from_millis(500));
     }
-}
-
-/// A descriptor for an event loop, see [`Agent::new_waiter`].
-#[derive(Debug)]
-pub struct Waiter {
-    signal: Arc<Signal>,
-    shared: Arc<Shared>,
-}
-
-impl Waiter {
-    /// The descriptor.
-    #[must_use]
-    pub fn fd(&self) -> RawFd {
-        borrowed(&self.signal).as_raw_fd()
-    }
-
-    /// Makes it unreadable until the next terminal event.
-    pub fn clear(&self) {
-        self.signal.clear();
-    }
-}
-
-impl Drop for Waiter {
-    fn drop(&mut self) {
-        let mut waiters = lock(&self.shared.waiters);
-        waiters.retain(|w| !Arc::ptr_eq(w, &self.signal));
-        self.shared.has_waiters.store(!waiters.is_empty(), Ordering::SeqCst);
-    }
-}
-
-fn borrowed(signal: &Signal) -> BorrowedFd<'_> {
-    rustix::fd::AsFd::as_fd(signal)
 }
 
 fn failed_or(end: &AgentEvent, room: u64, other: CallError) -> CallError {

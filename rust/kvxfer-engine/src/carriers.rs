@@ -6,8 +6,8 @@ use kvxfer_fabric::ucx::{UcxFabric, UcxOptions};
 use kvxfer_fabric::{Completion, EndRole, EpId, Fabric, FabricError, Piece};
 use kvxfer_proto::msg::FabricOffer;
 use kvxfer_proto::node::{Direction, Mover, PeerKey};
-use std::collections::HashMap;
 use rustix::fd::BorrowedFd;
+use std::collections::HashMap;
 
 /// One of the fabrics.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -43,7 +43,9 @@ impl Carriers {
         let fail = |e: FabricError| StartError::Fabric(e.to_string());
         let shm = match config.fabric {
             FabricChoice::Ucx => None,
-            FabricChoice::Shm | FabricChoice::Auto => Some(ShmFabric::new(config.regions.clone(), ShmOptions::default()).map_err(fail)?),
+            FabricChoice::Shm | FabricChoice::Auto => {
+                Some(ShmFabric::new(config.regions.clone(), ShmOptions::default()).map_err(fail)?)
+            }
         };
         let options = UcxOptions { tls: config.ucx_tls.clone(), wheel_dir: config.ucx_wheel_dir.clone() };
         let ucx = match config.fabric {
@@ -74,7 +76,9 @@ impl Carriers {
         for which in PREFERENCE {
             match with_fabric!(self, which, f => f.describe()) {
                 Some(Ok(blob)) => offers.push(FabricOffer { name: name(which).to_owned(), blob }),
-                Some(Err(e)) => tracing::warn!(fabric = name(which), error = %e, "a fabric cannot be offered"),
+                Some(Err(e)) => {
+                    tracing::warn!(fabric = name(which), error = %e, "a fabric cannot be offered");
+                }
                 None => {}
             }
         }
@@ -102,10 +106,10 @@ impl Carriers {
         offers: &[FabricOffer],
         remote_lens: &[u64],
     ) -> Result<EpId, FabricError> {
-        let unavailable = || FabricError::Unavailable { fabric: name(which), why: "this side does not have it".to_owned() };
-        let offer = offers.iter().find(|o| o.name == name(which)).ok_or_else(|| FabricError::Unavailable {
-            fabric: name(which),
-            why: "the peer does not offer it".to_owned(),
+        let unavailable =
+            || FabricError::Unavailable { fabric: name(which), why: "this side does not have it".to_owned() };
+        let offer = offers.iter().find(|o| o.name == name(which)).ok_or_else(|| {
+            FabricError::Unavailable { fabric: name(which), why: "the peer does not offer it".to_owned() }
         })?;
         self.next = self.next.wrapping_add(1);
         let ep = EpId(self.next);
@@ -113,7 +117,8 @@ impl Carriers {
             (Mover::Receiver, Direction::WeGrant) | (Mover::Sender, Direction::TheyGrant) => EndRole::Active,
             _ => EndRole::Passive,
         };
-        with_fabric!(self, which, f => f.connect(ep, role, &offer.blob, remote_lens)).ok_or_else(unavailable)??;
+        with_fabric!(self, which, f => f.connect(ep, role, &offer.blob, remote_lens))
+            .ok_or_else(unavailable)??;
         self.endpoints.insert((which, ep), key);
         Ok(ep)
     }
@@ -156,7 +161,9 @@ impl Carriers {
 
     /// Descriptors to watch while the thread sleeps.
     pub(crate) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        [self.shm.as_ref().and_then(Fabric::event_fd), self.ucx.as_ref().and_then(Fabric::event_fd)].into_iter().flatten()
+        [self.shm.as_ref().and_then(Fabric::event_fd), self.ucx.as_ref().and_then(Fabric::event_fd)]
+            .into_iter()
+            .flatten()
     }
 
     /// Before sleeping: whether every fabric will wake us.
@@ -165,7 +172,8 @@ impl Carriers {
     }
 
     pub(crate) fn data_syscalls(&self) -> u64 {
-        self.shm.as_ref().map_or(0, Fabric::data_syscalls) + self.ucx.as_ref().map_or(0, Fabric::data_syscalls)
+        self.shm.as_ref().map_or(0, Fabric::data_syscalls)
+            + self.ucx.as_ref().map_or(0, Fabric::data_syscalls)
     }
 }
 

@@ -138,7 +138,13 @@ impl Driver {
         let listen = HostPort::parse(&config.listen, DEFAULT_PORT).map_err(StartError::BadArgument)?;
         let incarnation = Incarnation(random()?);
         // The port first: a port that is taken must not cost a registration.
-        let control = Control::new(&listen, shared.orders.signal.as_fd(), incarnation, secret, config.handshake_timeout)?;
+        let control = Control::new(
+            &listen,
+            shared.orders.signal.as_fd(),
+            incarnation,
+            secret,
+            config.handshake_timeout,
+        )?;
         let carriers = Carriers::new(config)?;
         for (i, fd) in (0u64..).zip(carriers.fds()) {
             control.watch(fd, TOKEN_FABRIC + i)?;
@@ -315,7 +321,10 @@ impl Driver {
                 // A room that is over here was over before this: it leaves no tombstone that its number's next life would meet.
                 Order::Cancel(room) if !self.rooms.contains_key(&room) => {}
                 Order::Cancel(room) => {
-                    let reason = Reason::new(ReasonKind::Cancelled, format!("room {room} was cancelled by {}", self.me.name));
+                    let reason = Reason::new(
+                        ReasonKind::Cancelled,
+                        format!("room {room} was cancelled by {}", self.me.name),
+                    );
                     self.node.handle_cancel(now, room, reason);
                 }
                 Order::Evict(name) => self.evict(now, &name),
@@ -399,8 +408,10 @@ impl Driver {
 
     /// The thread panicked: what its rooms' pages are still used for is unknown, so all of them count as held.
     pub(crate) fn died(&mut self) {
-        let reason = Reason::new(ReasonKind::Internal, "the transfer thread panicked: a bug; close this agent");
-        *self.shared.unreleased.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.node.unreleased();
+        let reason =
+            Reason::new(ReasonKind::Internal, "the transfer thread panicked: a bug; close this agent");
+        *self.shared.unreleased.lock().unwrap_or_else(std::sync::PoisonError::into_inner) =
+            self.node.unreleased();
         self.fail_waiting_rooms(now(), &reason);
     }
 

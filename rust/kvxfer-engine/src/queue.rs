@@ -193,10 +193,16 @@ mod tests {
         };
         let mut seen = 0;
         while seen < total {
-            let mut fds =
-                [rustix::event::PollFd::from_borrowed_fd(events.signal.as_fd(), rustix::event::PollFlags::IN)];
+            let mut fds = [rustix::event::PollFd::from_borrowed_fd(
+                events.signal.as_fd(),
+                rustix::event::PollFlags::IN,
+            )];
             let limit = rustix::event::Timespec { tv_sec: 10, tv_nsec: 0 };
-            assert_eq!(rustix::event::poll(&mut fds, Some(&limit)).unwrap(), 1, "lost a wake-up after {seen}");
+            assert_eq!(
+                rustix::event::poll(&mut fds, Some(&limit)).unwrap(),
+                1,
+                "lost a wake-up after {seen}"
+            );
             events.drain(|e| {
                 assert_eq!(e.room.get(), seen);
                 seen += 1;

@@ -63,8 +63,7 @@ impl Scheduler {
 
     pub(crate) fn add(&mut self, id: DeliveryId, peer: PeerKey, room: Room, cursor: Cursor) {
         let exhausted = cursor.total_bytes() == 0;
-        let flow =
-            Flow { id, peer, cursor, exhausted, aborted: false, in_flight: 0, bytes: 0, writes: 0 };
+        let flow = Flow { id, peer, cursor, exhausted, aborted: false, in_flight: 0, bytes: 0, writes: 0 };
         self.flows.insert(id, flow);
         let turn = self.turns.entry(room).or_insert_with(|| {
             self.ring.push_back(room);
@@ -82,7 +81,11 @@ impl Scheduler {
     }
 
     /// Fills `out` with the next slice, of a room for whose peer `may_post` holds. `None`: nothing can be posted now.
-    pub(crate) fn next_slice(&mut self, out: &mut Vec<Piece>, mut may_post: impl FnMut(PeerKey) -> bool) -> Option<Slice> {
+    pub(crate) fn next_slice(
+        &mut self,
+        out: &mut Vec<Piece>,
+        mut may_post: impl FnMut(PeerKey) -> bool,
+    ) -> Option<Slice> {
         out.clear();
         for _ in 0..self.ring.len() {
             let room = self.ring.pop_front()?;
@@ -175,10 +178,8 @@ mod tests {
             order: Order::Hnd,
             kind: Kind::Kv,
         };
-        let side = Side {
-            groups: vec![layout],
-            shard: Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 },
-        };
+        let side =
+            Side { groups: vec![layout], shard: Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 } };
         let list: Arc<[u32]> = (0..pages).map(|p| p * 2).collect();
         let request = Request {
             src_pages: vec![Arc::clone(&list)],
@@ -219,7 +220,10 @@ mod tests {
                 others += bytes;
             }
         }
-        assert!(others <= 4 * (short + (128 << 10)), "others moved {others} bytes meanwhile, in {turns} turns");
+        assert!(
+            others <= 4 * (short + (128 << 10)),
+            "others moved {others} bytes meanwhile, in {turns} turns"
+        );
     }
 
     #[test]

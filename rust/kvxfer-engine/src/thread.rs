@@ -48,7 +48,10 @@ pub(crate) fn start(config: AgentConfig, shared: Arc<Shared>) -> Result<Started,
             let _ = handle.join();
             Err(e)
         }
-        Err(_) => Err(StartError::Os { call: "thread", why: "the transfer thread ended while it was set up".to_owned() }),
+        Err(_) => Err(StartError::Os {
+            call: "thread",
+            why: "the transfer thread ended while it was set up".to_owned(),
+        }),
     }
 }
 
@@ -60,6 +63,7 @@ fn pin(cpu: Option<usize>) -> Result<(), StartError> {
     }
     let mut set = rustix::thread::CpuSet::new();
     set.set(cpu);
-    rustix::thread::sched_setaffinity(None, &set)
-        .map_err(|e| StartError::BadArgument(format!("the transfer thread cannot be pinned to cpu {cpu}: {e}")))
+    rustix::thread::sched_setaffinity(None, &set).map_err(|e| {
+        StartError::BadArgument(format!("the transfer thread cannot be pinned to cpu {cpu}: {e}"))
+    })
 }

@@ -1,5 +1,13 @@
 //! Two agents in one process: real threads, sockets and fabrics.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::print_stdout,
+    clippy::cast_possible_truncation,
+    clippy::redundant_clone
+)]
+
 mod support;
 
 use kvxfer_engine::{CallError, FabricChoice, StartError};
@@ -141,7 +149,8 @@ fn case_19_a_taken_port_fails_at_start_with_the_port_in_the_message() {
 #[test]
 fn off_loopback_needs_a_secret() {
     let memory = support::Memory::new(&side(0, 1), true);
-    let mut config = kvxfer_engine::AgentConfig::new("open", side(0, 1), vec![support::PAGES], memory.spans.clone());
+    let mut config =
+        kvxfer_engine::AgentConfig::new("open", side(0, 1), vec![support::PAGES], memory.spans.clone());
     config.fabric = FabricChoice::Shm;
     config.listen = "0.0.0.0:0".to_owned();
     let err = kvxfer_engine::Agent::start(config).unwrap_err();

@@ -1,5 +1,13 @@
 //! What must not happen: rooms that wait forever, threads that spin, descriptors and peers that stay.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::print_stdout,
+    clippy::cast_possible_truncation,
+    clippy::redundant_clone
+)]
+
 mod support;
 
 use kvxfer_engine::{Agent, AgentConfig, CallError, FabricChoice, WaitError};
@@ -27,7 +35,8 @@ fn descriptors() -> usize {
 fn cpu(thread: &str) -> f64 {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
     let mine = tasks.filter(|t| {
-        std::fs::read_to_string(t.path().join("comm")).is_ok_and(|comm| comm.trim_end() == format!("kvx-{thread}"))
+        std::fs::read_to_string(t.path().join("comm"))
+            .is_ok_and(|comm| comm.trim_end() == format!("kvx-{thread}"))
     });
     let ns = mine.filter_map(|t| {
         let stat = std::fs::read_to_string(t.path().join("schedstat")).ok()?;

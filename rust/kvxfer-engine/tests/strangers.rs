@@ -1,5 +1,13 @@
 //! Peers that are not kvxfer, or speak another version: typed errors, and everybody else goes on.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::print_stdout,
+    clippy::cast_possible_truncation,
+    clippy::redundant_clone
+)]
+
 mod support;
 
 use kvxfer_engine::FabricChoice;

@@ -1,5 +1,13 @@
 //! The same over UCX: TCP, and UCX's own shared memory. Run once for each UCX library.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::print_stdout,
+    clippy::cast_possible_truncation,
+    clippy::redundant_clone
+)]
+
 mod support;
 
 use kvxfer_engine::FabricChoice;

@@ -14,7 +14,6 @@ use kvxfer_fabric::shm::{PoolOptions, ShmFabric, ShmOptions, ShmPool};
 use kvxfer_fabric::{Backing, Completion, EndRole, EpId, Fabric, MemKind, Piece, RegionSpan};
 use rustix::event::{PollFd, PollFlags, poll};
 use std::io::{Read, Write};
-use std::os::fd::BorrowedFd;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Instant;
@@ -66,12 +65,10 @@ fn source() {
     out.flush().unwrap();
     drop(out);
     // Whoever started this process closes its input when it is done.
-    let raw = side.fabric.event_fd().unwrap();
     let input = std::io::stdin();
     loop {
         side.fabric.progress(&mut Vec::new());
-        // SAFETY: the fabric lives and keeps its descriptor open.
-        let fabric = unsafe { BorrowedFd::borrow_raw(raw) };
+        let fabric = side.fabric.event_fd().unwrap();
         let mut fds = [PollFd::from_borrowed_fd(fabric, PollFlags::IN), PollFd::new(&input, PollFlags::IN)];
         poll(&mut fds, None).unwrap();
         if !fds[1].revents().is_empty() {

@@ -6,7 +6,7 @@ use kvxfer_fabric::{Backing, Completion, EndRole, EpId, Fabric, MemKind, Piece, 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use std::io::{Read, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -81,10 +81,7 @@ impl Side {
         if !self.fabric.arm() {
             return;
         }
-        let raw = self.fabric.event_fd().unwrap();
-        // SAFETY: the fabric lives and keeps its descriptor open.
-        let fd = unsafe { BorrowedFd::borrow_raw(raw) };
-        let mut fds = vec![PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+        let mut fds = vec![PollFd::from_borrowed_fd(self.fabric.event_fd().unwrap(), PollFlags::IN)];
         if let Some(c) = control {
             fds.push(PollFd::from_borrowed_fd(c.as_fd(), PollFlags::IN));
         }

@@ -134,7 +134,7 @@ impl Link {
             return Ok(Resume::PeerStartedAfresh);
         }
         let resume_at = if peer_generation < self.generation { 0 } else { peer_received };
-        if resume_at > self.enqueued || resume_at < self.acked {
+        if resume_at > self.ever_handed || resume_at < self.acked {
             return Err(Reason::new(
                 ReasonKind::ProtocolError,
                 format!(
@@ -264,8 +264,8 @@ mod tests {
                 let mut wire = Vec::new();
                 while let Some(m) = a.poll() { wire.push(m); }
                 for (n, msg) in wire.into_iter().take(arrive) {
-                    if b.handle_number(n).unwrap() == Arrival::Fresh {
-                        if let Msg::Ping(p) = msg { got.push(p); }
+                    if b.handle_number(n).unwrap() == Arrival::Fresh && let Msg::Ping(p) = msg {
+                        got.push(p);
                     }
                     if ack && let Some(n) = b.poll_ack(false) { a.handle_ack(n).unwrap(); }
                 }

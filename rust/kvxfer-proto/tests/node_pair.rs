@@ -98,7 +98,9 @@ fn each(
             for h in 0..count {
                 for d in 0..dim {
                     let off = ((page * count + h) * pt + t % pt) * dim + d;
-                    let tag = (u64::from(shape.layer) << 8) | (u64::from(shape.part) << 4) | (u64::from(heads.start) + h);
+                    let tag = (u64::from(shape.layer) << 8)
+                        | (u64::from(shape.part) << 4)
+                        | (u64::from(heads.start) + h);
                     f(&mut n.memory[i][off as usize], (t, tag * 16 + d));
                 }
             }
@@ -106,9 +108,18 @@ fn each(
     }
 }
 
-fn assert_arrived(net: &mut Net, node: usize, r: u64, pages: &[u32], first: u64, tokens: std::ops::Range<u64>) {
+fn assert_arrived(
+    net: &mut Net,
+    node: usize,
+    r: u64,
+    pages: &[u32],
+    first: u64,
+    tokens: std::ops::Range<u64>,
+) {
     let mut wrong = 0;
-    each(net, node, pages, first, tokens, |byte, tag| wrong += u32::from(*byte != page_tag(room(r), tag.0, tag.1)));
+    each(net, node, pages, first, tokens, |byte, tag| {
+        wrong += u32::from(*byte != page_tag(room(r), tag.0, tag.1))
+    });
     assert_eq!(wrong, 0, "bytes of room {r} at node {node}");
 }
 
@@ -116,9 +127,9 @@ fn assert_arrived(net: &mut Net, node: usize, r: u64, pages: &[u32], first: u64,
 fn assert_contract(net: &Net, node: usize, r: u64) -> bool {
     assert_eq!(net.violations, Vec::<String>::new());
     let events: Vec<_> = net.nodes[node].events.iter().filter(|e| e.room == room(r)).collect();
-    let terminal = events.iter().filter(|e| matches!(e.kind, EventKind::Success | EventKind::Failed(_))).count();
-    let released =
-        events.iter().filter(|e| e.released && !matches!(e.kind, EventKind::Retracted(_))).count();
+    let terminal =
+        events.iter().filter(|e| matches!(e.kind, EventKind::Success | EventKind::Failed(_))).count();
+    let released = events.iter().filter(|e| e.released && !matches!(e.kind, EventKind::Retracted(_))).count();
     assert_eq!((terminal, released), (1, 1), "events of room {r} at {}: {events:?}", net.nodes[node].name);
     events.iter().any(|e| e.kind == EventKind::Success)
 }
@@ -225,7 +236,8 @@ fn case_10_chunks_layers_and_preemption() {
         }
         net.run_until(SECOND);
         for id in [1, 2] {
-            let told = net.events_of(0, room(1)).iter().filter(|e| ***e == EventKind::Retracted(PushId(id))).count();
+            let told =
+                net.events_of(0, room(1)).iter().filter(|e| ***e == EventKind::Retracted(PushId(id))).count();
             assert_eq!(told, 1, "push {id} comes back once");
         }
         // Its old pages hold something else now.
@@ -244,7 +256,9 @@ fn case_10_chunks_layers_and_preemption() {
 #[test]
 fn last_with_a_gap_and_disagreement_on_tokens_fail_both_sides() {
     for mover in BOTH {
-        for (pushed, words) in [((4, 12), "delivered only"), ((0, 8), "tokens up to"), ((0, 16), "tokens up to")] {
+        for (pushed, words) in
+            [((4, 12), "delivered only"), ((0, 8), "tokens up to"), ((0, 16), "tokens up to")]
+        {
             let (mut net, d) = net(4, mover, 1, 1);
             net.order(d, |n, now| n.handle_expect(now, expect(1, &[1, 2, 3], (0, 12))));
             net.push(0, push(1, 1, &[1, 2, 3, 4], pushed));
@@ -270,7 +284,9 @@ fn case_11_cancel_under_a_write_releases_after_its_last_byte() {
             net.push(0, push(1, 1, &pages, (0, 48)));
             net.order(d, |n, now| n.handle_expect(now, expect(1, &pages, (0, 48))));
             net.run_until(cancel_at);
-            net.order(d, |n, now| n.handle_cancel(now, room(1), Reason::new(ReasonKind::Cancelled, "by hand")));
+            net.order(d, |n, now| {
+                n.handle_cancel(now, room(1), Reason::new(ReasonKind::Cancelled, "by hand"))
+            });
             // Whenever the pages are free they are granted to another room at once.
             let mut granted = false;
             while net.now < SECOND {
@@ -371,7 +387,9 @@ fn case_17_a_restarted_peer_is_another_and_the_next_room_works() {
             net.run_until(net.now + 30 * SECOND);
             // Either it had succeeded, or it failed (or waits for the successor, which never pushes it).
             if net.nodes[d].events.is_empty() {
-                net.order(d, |n, now| n.handle_cancel(now, room(1), Reason::new(ReasonKind::Cancelled, "given up")));
+                net.order(d, |n, now| {
+                    n.handle_cancel(now, room(1), Reason::new(ReasonKind::Cancelled, "given up"))
+                });
                 net.run_until(net.now + SECOND);
             }
             assert_contract(&net, d, 1);

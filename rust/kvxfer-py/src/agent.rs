@@ -19,6 +19,7 @@ use kvxfer_proto::msg::{Role, Verify};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyDict, PyList, PyTuple};
+use std::os::fd::AsRawFd as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -337,7 +338,7 @@ impl Agent {
     /// It belongs to the agent: do not read or close it.
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
         self.inner.check(py)?;
-        Ok(self.inner.engine.event_fd())
+        Ok(self.inner.engine.event_fd().as_raw_fd())
     }
 
     /// Counters (since the start) and gauges (now), by name; a few milliseconds old at most.

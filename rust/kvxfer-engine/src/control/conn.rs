@@ -67,7 +67,12 @@ pub(super) struct Conn {
 }
 
 impl Conn {
-    pub(super) fn accepted(id: ConnId, stream: TcpStream, h: Handshake, deadline: Time) -> std::io::Result<Self> {
+    pub(super) fn accepted(
+        id: ConnId,
+        stream: TcpStream,
+        h: Handshake,
+        deadline: Time,
+    ) -> std::io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         keep_alive(&stream)?;
@@ -151,7 +156,8 @@ impl Conn {
         }
         self.finish(reason);
         if self.connecting || self.stream.is_none() {
-            let reason = self.finishing.clone().unwrap_or_else(|| Reason::new(ReasonKind::PeerLost, "closed"));
+            let reason =
+                self.finishing.clone().unwrap_or_else(|| Reason::new(ReasonKind::PeerLost, "closed"));
             self.fail(reason);
         }
     }
@@ -350,7 +356,12 @@ impl Conn {
         }
     }
 
-    pub(super) fn supply_describe(&mut self, describe: Describe, out: &mut Vec<ControlEvent>, received: &mut u64) {
+    pub(super) fn supply_describe(
+        &mut self,
+        describe: Describe,
+        out: &mut Vec<ControlEvent>,
+        received: &mut u64,
+    ) {
         if let Some(Phase::Handshake(h)) = &mut self.phase {
             h.supply_describe(describe);
             self.handshake_over(out);
@@ -360,7 +371,10 @@ impl Conn {
 
     pub(super) fn send(&mut self, frame: &Frame) {
         if self.out.len() - self.written > WRITE_LIMIT {
-            let text = format!("the peer has left {} bytes of control messages unread", self.out.len() - self.written);
+            let text = format!(
+                "the peer has left {} bytes of control messages unread",
+                self.out.len() - self.written
+            );
             self.fail(Reason::new(ReasonKind::PeerLost, text));
         } else if let Err(e) = wire::encode(frame, &mut self.out) {
             tracing::error!(error = %e, "a control frame could not be encoded");

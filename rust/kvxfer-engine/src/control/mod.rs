@@ -41,7 +41,12 @@ pub(crate) enum ControlEvent {
     Refused(ConnId, ConnKind, Met, Reason),
     Frame(ConnId, ConnKind, Frame),
     /// The connection is gone. `established`: it had passed its handshake.
-    Closed { conn: ConnId, kind: ConnKind, established: bool, reason: Reason },
+    Closed {
+        conn: ConnId,
+        kind: ConnKind,
+        established: bool,
+        reason: Reason,
+    },
 }
 
 /// All connections of an agent.
@@ -90,7 +95,10 @@ impl Control {
         }
         let listener = TcpListener::bind(first).map_err(|e| {
             fail(if e.kind() == std::io::ErrorKind::AddrInUse {
-                format!("port {} is taken by another process; choose another, or port 0 to let the system choose", first.port())
+                format!(
+                    "port {} is taken by another process; choose another, or port 0 to let the system choose",
+                    first.port()
+                )
             } else {
                 e.to_string()
             })
@@ -125,7 +133,8 @@ impl Control {
 
     /// Watches a descriptor for reading.
     pub(crate) fn watch(&self, fd: BorrowedFd<'_>, token: u64) -> Result<(), StartError> {
-        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN).map_err(os("epoll_ctl"))
+        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN)
+            .map_err(os("epoll_ctl"))
     }
 
     /// Where this agent listens.
@@ -241,7 +250,12 @@ impl Control {
             }
             let Some(config) = self.handshake_config() else { continue };
             let id = self.new_id();
-            let conn = Conn::accepted(id, stream, handshake::Handshake::acceptor(config), now.after(self.handshake_timeout));
+            let conn = Conn::accepted(
+                id,
+                stream,
+                handshake::Handshake::acceptor(config),
+                now.after(self.handshake_timeout),
+            );
             match conn {
                 Ok(conn) => {
                     self.add(conn);
@@ -299,7 +313,13 @@ impl Control {
     }
 
     /// Opens a connection. A `Closed` tells of every failure, also of the first step's.
-    pub(crate) fn dial(&mut self, now: Time, address: &HostPort, kind: ConnKind, session: SessionNo) -> ConnId {
+    pub(crate) fn dial(
+        &mut self,
+        now: Time,
+        address: &HostPort,
+        kind: ConnKind,
+        session: SessionNo,
+    ) -> ConnId {
         let purpose = match kind {
             ConnKind::Lookup(_) => Purpose::Lookup,
             ConnKind::Register => Purpose::Register,

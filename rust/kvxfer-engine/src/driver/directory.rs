@@ -41,7 +41,9 @@ const ONLY_SESSION: SessionNo = SessionNo(1);
 impl Driver {
     /// Registers with the directory, and again whenever the connection is lost.
     pub(super) fn register(&mut self, now: Time) {
-        let Some(at) = self.directory.at.clone().filter(|_| self.directory.registering.is_none()) else { return };
+        let Some(at) = self.directory.at.clone().filter(|_| self.directory.registering.is_none()) else {
+            return;
+        };
         self.directory.registering = Some(self.control.dial(now, &at, ConnKind::Register, ONLY_SESSION));
     }
 
@@ -76,7 +78,7 @@ impl Driver {
     }
 
     /// A connection to a directory, or to us as one, passed its handshake.
-    pub(super) fn directory_up(&mut self, conn: ConnId, kind: ConnKind) {
+    pub(super) fn directory_up(&mut self, conn: ConnId, kind: &ConnKind) {
         match kind {
             ConnKind::Lookup(_) => self.send_plain(conn, Msg::Lookup(Lookup { engine: String::new() })),
             ConnKind::Register => {
@@ -92,7 +94,9 @@ impl Driver {
     fn own_entry(&self, conn: ConnId) -> Entry {
         let listen = self.control.address();
         let address = match self.control.local_address(conn) {
-            Some(local) if listen.ip().is_unspecified() => SocketAddr::new(local.ip().to_canonical(), listen.port()),
+            Some(local) if listen.ip().is_unspecified() => {
+                SocketAddr::new(local.ip().to_canonical(), listen.port())
+            }
             _ => listen,
         };
         let side = self.node.side();
@@ -204,7 +208,8 @@ fn ranks_of(source: &Source, m: Entries) -> Result<Vec<Entry>, String> {
         }
         ranks.insert((e.shard.pp_rank, e.shard.tp_rank), e);
     }
-    let (tp, pp) = size.ok_or_else(|| format!("no rank of {engine} with data-parallel rank {}", source.dp_rank))?;
+    let (tp, pp) =
+        size.ok_or_else(|| format!("no rank of {engine} with data-parallel rank {}", source.dp_rank))?;
     let want = u64::from(tp) * u64::from(pp);
     if ranks.len() as u64 != want {
         return Err(format!("{} of {want} ranks of {engine} have registered", ranks.len()));
@@ -234,7 +239,8 @@ mod tests {
     #[test]
     fn a_source_is_complete_when_every_rank_of_its_engine_is_there() {
         let source = Source { address: "x".into(), dp_rank: 1 };
-        let mut entries = vec![entry("p", 0, 0, 2), entry("p", 0, 1, 2), entry("p", 1, 1, 2), entry("other", 1, 0, 2)];
+        let mut entries =
+            vec![entry("p", 0, 0, 2), entry("p", 0, 1, 2), entry("p", 1, 1, 2), entry("other", 1, 0, 2)];
         let err = ranks_of(&source, Entries { entries: entries.clone() }).unwrap_err();
         assert_eq!(err, "1 of 2 ranks of p have registered");
         entries.push(entry("p", 1, 0, 2));

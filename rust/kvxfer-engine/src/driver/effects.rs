@@ -7,7 +7,9 @@ use crate::rooms::AgentEvent;
 use crate::sched::{FlowEnd, Slice};
 use kvxfer_fabric::{FabricError, Piece};
 use kvxfer_proto::msg::Frame;
-use kvxfer_proto::node::{Action, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Mover, PeerKey};
+use kvxfer_proto::node::{
+    Action, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Mover, PeerKey,
+};
 use kvxfer_proto::plan::Cursor;
 use kvxfer_proto::{Reason, ReasonKind, Time};
 use std::sync::atomic::Ordering;
@@ -66,7 +68,11 @@ impl Driver {
             }
             Err(e) => {
                 let text = format!("room {}: push {}: {e}", delivery.room, delivery.push.0);
-                self.node.handle_delivery(now, delivery.id, DeliveryEnd::Failed(Reason::new(ReasonKind::PageError, text)));
+                self.node.handle_delivery(
+                    now,
+                    delivery.id,
+                    DeliveryEnd::Failed(Reason::new(ReasonKind::PageError, text)),
+                );
             }
         }
     }
@@ -224,7 +230,8 @@ impl Driver {
             self.first_write.remove(&room);
         }
         if terminal && self.shared.has_waiters.load(Ordering::SeqCst) {
-            for signal in self.shared.waiters.lock().unwrap_or_else(std::sync::PoisonError::into_inner).iter() {
+            for signal in self.shared.waiters.lock().unwrap_or_else(std::sync::PoisonError::into_inner).iter()
+            {
                 signal.raise();
             }
         }

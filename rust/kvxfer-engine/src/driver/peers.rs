@@ -64,7 +64,9 @@ impl Driver {
             return;
         }
         let io = self.peers.entry(key).or_default();
-        let Some(address) = io.address.clone().filter(|_| io.dialling.is_none() && io.conn.is_none()) else { return };
+        let Some(address) = io.address.clone().filter(|_| io.dialling.is_none() && io.conn.is_none()) else {
+            return;
+        };
         if now < io.not_before {
             self.retries.insert((io.not_before, Retry::Connect(key)));
             return;
@@ -82,7 +84,7 @@ impl Driver {
             ControlEvent::NeedDescribe(conn, kind, met) => self.describe(now, conn, &kind, met),
             ControlEvent::Established(conn, kind, e) => match e.met.purpose {
                 Purpose::Transfer => self.session_up(now, conn, &kind, *e),
-                Purpose::Lookup | Purpose::Register => self.directory_up(conn, kind),
+                Purpose::Lookup | Purpose::Register => self.directory_up(conn, &kind),
             },
             ControlEvent::Refused(conn, kind, met, reason) => self.refused(now, conn, &kind, met, &reason),
             ControlEvent::Frame(conn, kind, frame) => self.frame(now, conn, kind, frame),
@@ -308,13 +310,18 @@ impl Driver {
                 if key.direction == Direction::WeGrant {
                     if io.choices.is_empty() {
                         let name = io.describe.as_ref().map_or("?", |d| d.name.as_str());
-                        let text = format!("peer {name} cannot be reached over {}: {error}", carriers::name(which));
+                        let text =
+                            format!("peer {name} cannot be reached over {}: {error}", carriers::name(which));
                         self.node.handle_fabric_broken(now, key, &Reason::new(ReasonKind::FabricError, text));
                     } else {
                         self.attach(now, key);
                     }
                 } else {
-                    self.answer_attach(key, Some(Reason::new(ReasonKind::FabricError, error.to_string())), String::new());
+                    self.answer_attach(
+                        key,
+                        Some(Reason::new(ReasonKind::FabricError, error.to_string())),
+                        String::new(),
+                    );
                 }
             }
             Completion::PeerDied { .. } => {
@@ -327,7 +334,11 @@ impl Driver {
             }
             Completion::Broken { error, .. } => {
                 if let Some(key) = key {
-                    self.node.handle_fabric_broken(now, key, &Reason::new(ReasonKind::FabricError, error.to_string()));
+                    self.node.handle_fabric_broken(
+                        now,
+                        key,
+                        &Reason::new(ReasonKind::FabricError, error.to_string()),
+                    );
                 }
             }
         }
@@ -463,7 +474,8 @@ impl Driver {
         let open: Vec<(ConnId, SessionNo)> = self.sessions.iter().map(|(conn, (_, s))| (*conn, *s)).collect();
         for (conn, session) in &open {
             let msg = Msg::Bye(reason.clone());
-            self.control.send(*conn, &Frame { incarnation: self.me.incarnation, session: *session, number: 0, msg });
+            self.control
+                .send(*conn, &Frame { incarnation: self.me.incarnation, session: *session, number: 0, msg });
         }
         // A socket that is closed with bytes unread resets the connection, and the goodbye could be lost with it: the
         // peers close first, or the time is up.
@@ -489,6 +501,9 @@ impl Driver {
 pub(super) fn is_final(reason: &Reason) -> bool {
     matches!(
         reason.kind,
-        ReasonKind::AuthError | ReasonKind::VersionMismatch | ReasonKind::ProtocolError | ReasonKind::LayoutMismatch
+        ReasonKind::AuthError
+            | ReasonKind::VersionMismatch
+            | ReasonKind::ProtocolError
+            | ReasonKind::LayoutMismatch
     )
 }

@@ -1,6 +1,12 @@
 //! Agents with memory of their own, for tests.
 
-#![allow(dead_code, unreachable_pub, clippy::cast_possible_truncation)]
+#![allow(
+    dead_code,
+    unreachable_pub,
+    clippy::needless_pass_by_value,
+    clippy::cast_possible_truncation,
+    clippy::unwrap_used
+)]
 
 use kvxfer_engine::{Agent, AgentConfig, AgentEvent, ExpectOrder, FabricChoice, PushOrder};
 use kvxfer_fabric::shm::ShmPool;
@@ -11,7 +17,8 @@ use kvxfer_proto::node::EventKind;
 use kvxfer_proto::{DType, Kind, Order, PageLayout, Shard, Side};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::VecDeque;
-use std::os::fd::BorrowedFd;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -67,31 +74,36 @@ impl Memory {
         Self { pool, plain, spans }
     }
 
-    fn base(&self) -> *mut u8 {
-        self.pool.as_ref().map_or(self.plain.as_ptr().cast_mut(), |p| p.addr() as *mut u8)
+    fn base(&self) -> u64 {
+        self.pool.as_ref().map_or(self.plain.as_ptr() as u64, |p| p.addr())
     }
 
     fn total(&self) -> usize {
         self.spans.iter().map(|s| s.len as usize).sum()
     }
 
+    /// What the memory holds. Read through the kernel, since a transfer thread writes it behind the compiler's back.
     pub fn bytes(&self) -> Vec<u8> {
-        // SAFETY: the allocation has this many bytes and lives as long as `self`; tests look at it only after the
-        // event that says that nothing writes it.
-        unsafe { std::slice::from_raw_parts(self.base(), self.total()) }.to_vec()
+        let mut out = vec![0; self.total()];
+        File::open("/proc/self/mem").unwrap().read_exact_at(&mut out, self.base()).unwrap();
+        out
     }
 
     pub fn fill(&mut self, f: impl Fn(usize) -> u8) {
-        for i in 0..self.total() {
-            // SAFETY: within the allocation; no hand-off is under way while a test fills it.
-            unsafe { self.base().add(i).write(f(i)) };
-        }
+        let bytes: Vec<u8> = (0..self.total()).map(f).collect();
+        File::options()
+            .write(true)
+            .open("/proc/self/mem")
+            .unwrap()
+            .write_all_at(&bytes, self.base())
+            .unwrap();
     }
 
     /// Bytes of a page of a region.
     pub fn page(&self, region: usize, page: u32) -> Vec<u8> {
         let size = self.spans[region].len as usize / PAGES as usize;
-        let start: usize = self.spans[..region].iter().map(|s| s.len as usize).sum::<usize>() + page as usize * size;
+        let start: usize =
+            self.spans[..region].iter().map(|s| s.len as usize).sum::<usize>() + page as usize * size;
         self.bytes()[start..start + size].to_vec()
     }
 }
@@ -102,7 +114,13 @@ pub struct Party {
     pub seen: VecDeque<AgentEvent>,
 }
 
-pub fn party(name: &str, side: Side, fabric: FabricChoice, pool: bool, tune: impl FnOnce(&mut AgentConfig)) -> Party {
+pub fn party(
+    name: &str,
+    side: Side,
+    fabric: FabricChoice,
+    pool: bool,
+    tune: impl FnOnce(&mut AgentConfig),
+) -> Party {
     party_with(name, side.clone(), fabric, Memory::new(&side, pool), tune)
 }
 
@@ -121,9 +139,9 @@ pub fn party_with(
 }
 
 fn wheel_dir() -> Option<std::path::PathBuf> {
-    std::env::var_os("KVXFER_TEST_UCX_WHEEL").map(std::path::PathBuf::from).and_then(|p| {
-        if p.is_dir() { Some(p) } else { p.parent().map(std::path::Path::to_path_buf) }
-    })
+    std::env::var_os("KVXFER_TEST_UCX_WHEEL")
+        .map(std::path::PathBuf::from)
+        .and_then(|p| if p.is_dir() { Some(p) } else { p.parent().map(std::path::Path::to_path_buf) })
 }
 
 impl Party {
@@ -137,9 +155,7 @@ impl Party {
                 return e;
             }
             assert!(Instant::now() < until, "no event within {LIMIT:?}: {:?}", self.agent.stats());
-            // SAFETY: the agent outlives the borrow.
-            let fd = unsafe { BorrowedFd::borrow_raw(self.agent.event_fd()) };
-            let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+            let mut fds = [PollFd::from_borrowed_fd(self.agent.event_fd(), PollFlags::IN)];
             poll(&mut fds, Some(&Timespec { tv_sec: 1, tv_nsec: 0 })).unwrap();
         }
     }

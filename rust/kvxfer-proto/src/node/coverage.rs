@@ -68,6 +68,12 @@ impl Coverage {
         self.area == area(owed)
     }
 
+    /// How many boxes there are.
+    #[must_use]
+    pub fn boxes(&self) -> usize {
+        self.spans.len()
+    }
+
     /// Delivered so far, layers times tokens.
     #[must_use]
     pub fn area(&self) -> u128 {
@@ -76,6 +82,7 @@ impl Coverage {
 }
 
 #[cfg(test)]
+#[allow(clippy::cast_possible_truncation)]
 mod tests {
     use super::*;
     use proptest::prelude::*;

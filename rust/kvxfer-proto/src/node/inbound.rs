@@ -1,22 +1,31 @@
 //! Rooms that this side expects (decode): grants out, coverage in, pages back under the contract.
 
+mod ending;
+
 use super::coverage::{CoverError, Coverage};
 use super::parts::Progress;
 use super::sources::SourceRank;
-use super::types::{Delivery, DeliveryEnd, DeliveryId, Event, EventKind, Expect, Mover, Source, Stage};
+use super::types::{Delivery, DeliveryEnd, DeliveryId, EventKind, Expect, Mover, Source, Stage};
 use super::{Action, DeliveryFor, Node, PeerKey, Timer, patience};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{PushId, Room, Seq, Time};
-use crate::msg::{Cancel, Copied, Done, Drained, Finished, Grant, Msg, Owed, Ready, Retract, Verify};
+use crate::msg::{Copied, Done, Grant, Msg, Owed, Ready, Retract, Verify};
 use crate::plan::Request;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+
+/// Pieces that one rank may deliver a room in: a bound on memory and time, far above layers times chunks.
+const BOX_LIMIT: usize = 1 << 16;
+
+fn too_many(room: Room) -> Reason {
+    Reason::new(ReasonKind::ProtocolError, format!("room {room}: more than {BOX_LIMIT} pieces from one rank"))
+}
 
 /// What one prefill rank was granted.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 struct InGrant {
     seq: Seq,
-    /// Link number of the grant message.
+    /// Link number of the grant message; zero once its link has started afresh.
     number: u64,
     /// Position of the rank in its source.
     rank: usize,
@@ -25,11 +34,24 @@ struct InGrant {
     coverage: Coverage,
     /// Copies under way (receiver copies), by the source's push.
     copies: BTreeMap<PushId, DeliveryId>,
+    /// Copies of pushes that were taken back, which have not stopped yet.
+    stopping: BTreeSet<DeliveryId>,
+    /// Pushes that wait for those to stop: an old copy must not land on a new one.
+    deferred: Vec<Ready>,
+    /// What we copied and have not yet been told stands (receiver copies).
+    copied: BTreeMap<PushId, Owed>,
     /// Everything came, and the rank said that it was all.
     complete: bool,
     /// No write of this rank for this room can land any more.
     over: bool,
     meta: Option<Arc<[u8]>>,
+}
+
+impl InGrant {
+    /// Whether a copy of ours may still write into the room's pages.
+    fn is_copying(&self) -> bool {
+        !self.copies.is_empty() || !self.stopping.is_empty()
+    }
 }
 
 /// A room that waits for its pages to be filled.
@@ -74,6 +96,10 @@ impl Node {
         let room = e.room;
         if let Err(reason) = self.admit(&e) {
             self.count_failure(&reason);
+            // Else the ranks would keep their pages until they run out of patience. A room in use is another's.
+            if !matches!(reason.kind, ReasonKind::RoomInUse | ReasonKind::Closed) {
+                self.tell_source(now, room, &e.source, &reason);
+            }
             self.emit(room, EventKind::Failed(reason), true, super::RoomStats::default());
             return;
         }
@@ -136,6 +162,7 @@ impl Node {
         if let Some(reason) =
             ranks.iter().find_map(|r| self.peers.get(&r.key).and_then(super::peer::Peer::unusable))
         {
+            self.tell_ranks(now, room, ranks, &reason);
             self.fail_inbound(now, room, reason);
             return;
         }
@@ -143,12 +170,13 @@ impl Node {
         let Some(r) = self.inbound.get(&room) else { return };
         let (tokens, pages, verify) = (r.tokens, r.pages.clone(), r.verify);
         let deadline_us =
-            u64::try_from((r.progress.patience.bootstrap + r.progress.patience.waiting).as_micros()).unwrap_or(u64::MAX);
+            u64::try_from((r.progress.patience.bootstrap + r.progress.patience.waiting).as_micros())
+                .unwrap_or(u64::MAX);
         let mut grants = BTreeMap::new();
         for (rank, source_rank) in ranks.iter().enumerate() {
             let key = source_rank.key;
             let owed = source_rank.owes.map(|layers| Owed { layers, tokens });
-            let seq = self.peers.entry(key).or_default().next_seq();
+            let seq = self.peer_mut(key).next_seq();
             let grant = Grant {
                 room,
                 seq,
@@ -170,6 +198,9 @@ impl Node {
                     owed,
                     coverage: Coverage::default(),
                     copies: BTreeMap::new(),
+                    stopping: BTreeSet::new(),
+                    deferred: Vec::new(),
+                    copied: BTreeMap::new(),
                     complete: false,
                     over: false,
                     meta: None,
@@ -207,37 +238,11 @@ impl Node {
     }
 
     pub(super) fn inbound_attached(&mut self, now: Time, key: PeerKey) {
-        for room in self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>() {
+        for room in
+            self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>()
+        {
             self.inbound_contact(now, room);
         }
-    }
-
-    pub(super) fn inbound_timer(&mut self, now: Time, room: Room) {
-        let Some(r) = self.inbound.get(&room) else { return };
-        if r.failure.is_some() {
-            return;
-        }
-        let at = r.progress.patience.at;
-        if now < at {
-            self.timers.set(at, Timer::Inbound(room));
-            return;
-        }
-        let p = r.progress.patience;
-        let reason = if r.progress.stage == Stage::Bootstrapping {
-            let missing: Vec<String> = r
-                .grants
-                .keys()
-                .filter(|k| self.peers.get(k).is_none_or(|p| p.attached.is_none()))
-                .map(|k| self.peer_name(*k))
-                .collect();
-            let whom = if missing.is_empty() { "its directory".to_owned() } else { missing.join(", ") };
-            format!("room {room}: no contact with {} ({whom}) within {} s", r.source.address, p.bootstrap.as_secs_f64())
-        } else {
-            let late: Vec<String> =
-                r.grants.iter().filter(|(_, g)| g.owed.is_some() && !g.complete).map(|(k, _)| self.peer_name(*k)).collect();
-            format!("room {room}: nothing came from {} for {} s", late.join(", "), p.waiting.as_secs_f64())
-        };
-        self.fail_inbound(now, room, Reason::new(ReasonKind::TransferTimeout, reason));
     }
 
     /// The grant that a message names, if it still stands.
@@ -257,16 +262,30 @@ impl Node {
     /// Receiver copies: a push's pages can be read.
     pub(super) fn ready_arrived(&mut self, now: Time, key: PeerKey, m: Ready) -> Result<(), Reason> {
         if self.peers.get(&key).and_then(|p| p.attached) != Some(Mover::Receiver) {
-            return Err(Reason::new(ReasonKind::ProtocolError, "Ready on a fabric on which the sender writes"));
+            return Err(Reason::new(
+                ReasonKind::ProtocolError,
+                "Ready on a fabric on which the sender writes",
+            ));
         }
         let Some((grant, failed)) = self.live_grant(m.room, key, m.seq) else { return Ok(()) };
         if failed || grant.copies.contains_key(&m.push) {
             return Ok(());
         }
-        let inside = grant.owed.as_ref().is_some_and(|o| super::intersect(o, &m.span).as_ref() == Some(&m.span));
+        let inside =
+            grant.owed.as_ref().is_some_and(|o| super::intersect(o, &m.span).as_ref() == Some(&m.span));
         if !inside {
-            let text = format!("room {}: push {} offers {:?}, which was not granted", m.room, m.push.0, m.span);
+            let text =
+                format!("room {}: push {} offers {:?}, which was not granted", m.room, m.push.0, m.span);
             self.fail_inbound(now, m.room, Reason::new(ReasonKind::ProtocolError, text));
+            return Ok(());
+        }
+        if grant.coverage.boxes() + grant.copied.len() + grant.deferred.len() >= BOX_LIMIT {
+            let reason = too_many(m.room);
+            self.fail_inbound(now, m.room, reason);
+            return Ok(());
+        }
+        if !grant.stopping.is_empty() {
+            grant.deferred.push(m);
             return Ok(());
         }
         let id = self.next_delivery(DeliveryFor::Inbound(m.room, key, m.push));
@@ -274,6 +293,7 @@ impl Node {
             && let Some(g) = r.grants.get_mut(&key)
         {
             g.copies.insert(m.push, id);
+            g.copied.insert(m.push, m.span.clone());
             self.actions.push_back(Action::Deliver(Delivery {
                 id,
                 peer: key,
@@ -293,21 +313,34 @@ impl Node {
         Ok(())
     }
 
-    pub(super) fn inbound_delivery(&mut self, now: Time, room: Room, key: PeerKey, push: PushId, end: DeliveryEnd) {
+    pub(super) fn inbound_delivery(
+        &mut self,
+        now: Time,
+        id: DeliveryId,
+        (room, key, push): (Room, PeerKey, PushId),
+        end: DeliveryEnd,
+    ) {
         let Some(r) = self.inbound.get_mut(&room) else { return };
         let failed = r.failure.is_some();
         let Some(g) = r.grants.get_mut(&key) else { return };
-        // A retracted push is no longer in the list: its copy counts for nothing.
-        let stands = g.copies.remove(&push).is_some();
+        // The copy of a retracted push counts for nothing.
+        let retracted = g.stopping.remove(&id);
+        let stands = !retracted && g.copies.remove(&push).is_some();
         let seq = g.seq;
         if failed {
-            if self.peers.get(&key).and_then(|p| p.attached) == Some(Mover::Receiver) && g.copies.is_empty() {
+            if self.peers.get(&key).and_then(|p| p.attached) == Some(Mover::Receiver) && !g.is_copying() {
                 g.over = true;
             }
             self.maybe_release_inbound(room);
             return;
         }
         if !stands {
+            if retracted && g.stopping.is_empty() {
+                for ready in std::mem::take(&mut g.deferred) {
+                    // The fabric was right when it came; if it is another now, the room has failed.
+                    let _ = self.ready_arrived(now, key, ready);
+                }
+            }
             return;
         }
         match end {
@@ -317,7 +350,10 @@ impl Node {
                 self.inbound_stage(now, room, Stage::Transferring);
             }
             DeliveryEnd::Aborted => {
-                let reason = Reason::new(ReasonKind::FabricError, format!("room {room}: the copy of push {} was stopped", push.0));
+                let reason = Reason::new(
+                    ReasonKind::FabricError,
+                    format!("room {room}: the copy of push {} was stopped", push.0),
+                );
                 self.fail_inbound(now, room, reason);
             }
             DeliveryEnd::Failed(reason) => {
@@ -333,6 +369,9 @@ impl Node {
             return;
         }
         let copy = g.copies.remove(&m.push);
+        g.stopping.extend(copy);
+        g.copied.remove(&m.push);
+        g.deferred.retain(|r| r.push != m.push);
         g.coverage.retract(m.push);
         // What the source had called complete is not; it says so again after the next push.
         g.complete = false;
@@ -345,19 +384,47 @@ impl Node {
 
     pub(super) fn done_arrived(&mut self, now: Time, key: PeerKey, m: Done) {
         let room = m.room;
+        let mover = self.peers.get(&key).and_then(|p| p.attached);
         let Some((g, failed)) = self.live_grant(room, key, m.seq) else { return };
         if failed {
             return;
         }
         let Some(owed) = g.owed.clone() else { return };
+        let receiver_copies = mover == Some(Mover::Receiver);
+        if receiver_copies
+            && super::area(&m.span) > 0
+            && (g.copies.contains_key(&m.push) || g.copied.remove(&m.push).as_ref() != Some(&m.span))
+        {
+            let text =
+                format!("room {room}: push {} is said to be done, but {:?} was not copied", m.push.0, m.span);
+            self.fail_inbound(now, room, Reason::new(ReasonKind::ProtocolError, text));
+            return;
+        }
+        if m.last && g.is_copying() {
+            let text = format!(
+                "room {room}: push {} is said to be the last one, but others are still being copied",
+                m.push.0
+            );
+            self.fail_inbound(now, room, Reason::new(ReasonKind::ProtocolError, text));
+            return;
+        }
+        if g.coverage.boxes() >= BOX_LIMIT {
+            self.fail_inbound(now, room, too_many(room));
+            return;
+        }
         let taken = g.coverage.add(&owed, m.push, &m.span);
         let complete = m.last && g.coverage.covers(&owed);
         let delivered = g.coverage.area();
         if let Err(why) = taken {
             let text = match why {
-                CoverError::Outside => format!("push {} delivered {:?}, which was not granted", m.push.0, m.span),
+                CoverError::Outside => {
+                    format!("push {} delivered {:?}, which was not granted", m.push.0, m.span)
+                }
                 CoverError::Twice(p, span) => {
-                    format!("push {} delivered {:?} again: push {} had delivered {span:?}", m.push.0, m.span, p.0)
+                    format!(
+                        "push {} delivered {:?} again: push {} had delivered {span:?}",
+                        m.push.0, m.span, p.0
+                    )
                 }
             };
             let reason = Reason::new(ReasonKind::TokensMismatch, format!("room {room}: {text}"));
@@ -389,149 +456,6 @@ impl Node {
             self.fail_inbound(now, room, Reason::new(ReasonKind::TokensMismatch, text));
         } else if self.inbound.get(&room).is_some_and(Inbound::is_complete) {
             self.succeed_inbound(now, room);
-        }
-    }
-
-    fn succeed_inbound(&mut self, now: Time, room: Room) {
-        let Some(mut r) = self.inbound.remove(&room) else { return };
-        self.timers.cancel(Timer::Inbound(room));
-        r.progress.advance(now, Stage::Success);
-        self.book.release(&r.pages);
-        self.counters.succeeded += 1;
-        for (key, g) in &r.grants {
-            if g.owed.is_some() {
-                self.queue(now, *key, Msg::Finished(Finished { room, seq: g.seq, error: None }));
-            }
-        }
-        let mut by_rank: Vec<_> = r.grants.into_values().collect();
-        by_rank.sort_by_key(|g| g.rank);
-        let meta = by_rank.into_iter().find_map(|g| g.meta);
-        self.actions.push_back(Action::Stage(room, Stage::Success));
-        self.actions.push_back(Action::Event(Event {
-            room,
-            kind: EventKind::Success,
-            released: true,
-            meta,
-            stats: r.progress.stats(),
-        }));
-    }
-
-    /// The source says that nothing of the room lands any more: the answer to a cancel, or word that it failed there.
-    pub(super) fn drained_arrived(&mut self, now: Time, key: PeerKey, m: Drained) {
-        let Some(r) = self.inbound.get_mut(&m.room) else {
-            return;
-        };
-        let Some(g) = r.grants.get_mut(&key) else { return };
-        if m.seq < g.seq {
-            self.counters.stale_refused += 1;
-            return;
-        }
-        // A copy of ours may still run; it is over when that has stopped.
-        g.over = g.copies.is_empty();
-        if r.failure.is_none() {
-            self.fail_inbound(now, m.room, m.reason);
-        } else {
-            self.maybe_release_inbound(m.room);
-        }
-    }
-
-    /// Fails a room: the caller learns it now, and its pages come back when every rank has answered.
-    pub(super) fn fail_inbound(&mut self, now: Time, room: Room, reason: Reason) {
-        let Some(r) = self.inbound.get_mut(&room) else { return };
-        if r.failure.is_some() {
-            return;
-        }
-        self.timers.cancel(Timer::Inbound(room));
-        r.failure = Some(reason.clone());
-        r.progress.advance(now, Stage::Failed);
-        let source = r.source.clone();
-        let mut orders = Vec::new();
-        for (key, g) in &mut r.grants {
-            let peer = self.peers.get_mut(key);
-            let receiver_copies = peer.as_ref().is_some_and(|p| p.attached == Some(Mover::Receiver));
-            let unheard = peer.is_some_and(|p| p.link.withdraw(g.number));
-            self.actions.extend(g.copies.values().map(|id| Action::Abort(*id)));
-            if g.owed.is_some() && (unheard || (receiver_copies && g.copies.is_empty())) {
-                // Either no session ever carried the grant, or only our own thread writes, and it has stopped.
-                g.over = true;
-            }
-            orders.push((*key, g.seq));
-        }
-        self.count_failure(&reason);
-        self.unresolve_room(room, &source, &reason);
-        for (key, seq) in orders {
-            if self.peers.get(&key).is_some_and(|p| p.unusable().is_none()) {
-                self.queue(now, key, Msg::Cancel(Cancel { room, upto: seq, reason: reason.clone() }));
-            }
-        }
-        let Some(r) = self.inbound.get(&room) else { return };
-        let (released, stats, pages) = (r.is_over(), r.progress.stats(), r.page_count());
-        self.actions.push_back(Action::Stage(room, Stage::Failed));
-        self.emit(room, EventKind::Failed(reason.clone()), released, stats);
-        self.tombs.put(self.cfg.tombstones, room, reason, true);
-        if released {
-            self.drop_inbound(room);
-        } else {
-            self.quarantined += pages;
-        }
-    }
-
-    fn maybe_release_inbound(&mut self, room: Room) {
-        let Some(r) = self.inbound.get(&room) else { return };
-        if r.failure.is_some() && r.is_over() {
-            let (stats, pages) = (r.progress.stats(), r.page_count());
-            self.quarantined = self.quarantined.saturating_sub(pages);
-            self.emit(room, EventKind::Released, true, stats);
-            self.drop_inbound(room);
-        }
-    }
-
-    fn drop_inbound(&mut self, room: Room) {
-        if let Some(r) = self.inbound.remove(&room) {
-            self.book.release(&r.pages);
-        }
-    }
-
-    /// The fence of a peer is complete, or its process is dead: nothing it was granted can be written any more.
-    pub(super) fn inbound_fenced(&mut self, now: Time, key: PeerKey) {
-        for room in self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>() {
-            let name = self.peer_name(key);
-            if let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key)) {
-                g.over = true;
-            }
-            let reason = Reason::new(ReasonKind::PeerLost, format!("room {room}: peer {name} was fenced"));
-            self.fail_inbound(now, room, reason);
-            self.maybe_release_inbound(room);
-        }
-    }
-
-    /// Rooms of which the peer never heard are expected of whoever answers in its place.
-    pub(super) fn retry_unheard_rooms(&mut self, now: Time, key: PeerKey) {
-        let rooms: Vec<Room> = self
-            .inbound
-            .iter()
-            .filter(|(_, r)| r.failure.is_none() && r.grants.contains_key(&key))
-            .map(|(room, _)| *room)
-            .collect();
-        for room in rooms {
-            let Some(r) = self.inbound.get(&room) else { continue };
-            let source = r.source.clone();
-            // All of the room's grants or none: a rank that has one would refuse a second.
-            let unheard = r
-                .grants
-                .iter()
-                .all(|(k, g)| self.peers.get(k).is_some_and(|p| p.link.is_unheard(g.number)));
-            if !unheard {
-                continue;
-            }
-            if let Some(r) = self.inbound.get_mut(&room) {
-                for (k, g) in std::mem::take(&mut r.grants) {
-                    if let Some(p) = self.peers.get_mut(&k) {
-                        p.link.withdraw(g.number);
-                    }
-                }
-            }
-            self.resolve_room(now, room, &source);
         }
     }
 }

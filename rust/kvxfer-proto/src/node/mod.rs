@@ -22,8 +22,8 @@ pub use coverage::{CoverError, Coverage, area, intersect};
 pub use pages::PageBook;
 pub use sources::Resolving;
 pub use types::{
-    Action, Config, Counters, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Expect, Gauges, Mover,
-    PeerKey, Push, RankInfo, RoomStats, SessionUp, Source, Stage, Unreleased,
+    Action, Config, Counters, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Expect, Gauges,
+    Mover, PeerKey, Push, RankInfo, RoomStats, SessionUp, Source, Stage, Unreleased,
 };
 
 use crate::error::{Reason, ReasonKind};
@@ -34,9 +34,9 @@ use inbound::Inbound;
 use outbound::Outbound;
 use peer::Peer;
 use sources::SourceState;
-use timers::{Timer, Timers};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
+use timers::{Timer, Timers};
 use tomb::Tombs;
 
 /// Whose delivery it is.
@@ -68,6 +68,8 @@ pub struct Node {
     timers: Timers,
     counters: Counters,
     closing: bool,
+    /// New links start in this generation: above that of every peer that was forgotten.
+    generation_floor: u64,
 }
 
 impl Node {
@@ -78,7 +80,11 @@ impl Node {
     pub fn new(cfg: Config, side: Side, page_counts: &[u32]) -> Result<Self, LayoutError> {
         side.validate()?;
         if page_counts.len() != side.groups.len() {
-            return Err(LayoutError(format!("{} page counts for {} groups", page_counts.len(), side.groups.len())));
+            return Err(LayoutError(format!(
+                "{} page counts for {} groups",
+                page_counts.len(),
+                side.groups.len()
+            )));
         }
         Ok(Self {
             cfg,
@@ -99,6 +105,7 @@ impl Node {
             timers: Timers::default(),
             counters: Counters::default(),
             closing: false,
+            generation_floor: 0,
         })
     }
 
@@ -183,7 +190,7 @@ impl Node {
             (Direction::TheyGrant, Msg::Grant(m)) => self.grant_arrived(now, key, m),
             (Direction::TheyGrant, Msg::Cancel(m)) => self.cancel_arrived(now, key, m),
             (Direction::TheyGrant, Msg::Copied(m)) => self.copied_arrived(now, key, m),
-            (Direction::TheyGrant, Msg::Finished(m)) => self.finished_arrived(now, key, m),
+            (Direction::TheyGrant, Msg::Finished(m)) => self.finished_arrived(now, key, m)?,
             (Direction::TheyGrant, Msg::RoomFailed(m)) => self.handle_room_failed(now, m.room, m.reason),
             (Direction::TheyGrant | Direction::WeGrant, Msg::Credit(_)) => {}
             (Direction::WeGrant, Msg::Drained(m)) => self.drained_arrived(now, key, m),
@@ -203,7 +210,9 @@ impl Node {
     /// A delivery ended: none of its writes is in flight any more.
     pub fn handle_delivery(&mut self, now: Time, id: DeliveryId, end: DeliveryEnd) {
         match self.deliveries.remove(&id) {
-            Some(DeliveryFor::Inbound(room, key, push)) => self.inbound_delivery(now, room, key, push, end),
+            Some(DeliveryFor::Inbound(room, key, push)) => {
+                self.inbound_delivery(now, id, (room, key, push), end);
+            }
             Some(DeliveryFor::Outbound(room, key, push)) => self.outbound_delivery(now, room, key, push, end),
             None => {}
         }
@@ -224,7 +233,7 @@ impl Node {
             self.fail_outbound(now, room, reason);
         } else {
             // Nothing is known of it here yet; what comes for it later fails at once.
-            self.tombs.put(self.cfg.tombstones, room, reason, true);
+            self.tombs.put(self.cfg.tombstones, room, reason, false);
         }
     }
 
@@ -243,9 +252,7 @@ impl Node {
     /// Whether every room of this side's caller has ended and every page is free.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
-        self.inbound.is_empty()
-            && self.outbound.values().all(|r| !r.local)
-            && self.deliveries.is_empty()
+        self.inbound.is_empty() && self.outbound.values().all(|r| !r.local) && self.deliveries.is_empty()
     }
 
     /// Rooms that have ended and whose pages are not free yet.
@@ -256,13 +263,9 @@ impl Node {
             .iter()
             .map(|(room, r)| Unreleased { room: *room, pages: r.pages.clone(), peers: r.holders() })
             .collect();
-        out.extend(
-            self.outbound.iter().filter(|(_, r)| r.local && !r.released).map(|(room, r)| Unreleased {
-                room: *room,
-                pages: r.pages(),
-                peers: r.dests.keys().copied().collect(),
-            }),
-        );
+        out.extend(self.outbound.iter().filter(|(_, r)| r.local && !r.released).map(|(room, r)| {
+            Unreleased { room: *room, pages: r.pages(), peers: r.dests.keys().copied().collect() }
+        }));
         out
     }
 
@@ -307,7 +310,7 @@ impl Node {
     /// What `Describe` has to say about the link with this peer: received and generation.
     #[must_use]
     pub fn link_state(&self, peer: PeerKey) -> (u64, u64) {
-        self.peers.get(&peer).map_or((0, 0), |p| (p.link.received(), p.link.generation()))
+        self.peers.get(&peer).map_or((0, self.generation_floor), |p| (p.link.received(), p.link.generation()))
     }
 
     /// Number for the next session with this peer (only for [`Direction::WeGrant`]).
@@ -318,7 +321,9 @@ impl Node {
 
     /// Peers with this incarnation.
     pub fn keys_of(&self, incarnation: Incarnation) -> impl Iterator<Item = PeerKey> {
-        [Direction::WeGrant, Direction::TheyGrant].into_iter().map(move |direction| PeerKey { incarnation, direction })
+        [Direction::WeGrant, Direction::TheyGrant]
+            .into_iter()
+            .map(move |direction| PeerKey { incarnation, direction })
     }
 
     fn emit(&mut self, room: Room, kind: EventKind, released: bool, stats: RoomStats) {

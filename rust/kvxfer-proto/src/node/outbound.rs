@@ -1,12 +1,15 @@
 //! Rooms that this side pushes (prefill), or was granted before its engine pushed.
 
+mod ending;
+mod orders;
+
 use super::coverage::intersect;
 use super::parts::Progress;
-use super::types::{Delivery, DeliveryEnd, DeliveryId, Event, EventKind, Mover, Push, Stage};
-use super::{Action, DeliveryFor, Node, PeerKey, Timer, patience};
+use super::types::{Delivery, DeliveryEnd, DeliveryId, Mover, Push, Stage};
+use super::{Action, DeliveryFor, Node, PeerKey, Timer};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{PushId, Room, Seq, Time};
-use crate::msg::{Cancel, Copied, Done, Drained, Finished, Grant, Msg, Owed, Ready, Retract};
+use crate::msg::{Copied, Done, Drained, Grant, Msg, Owed, Ready};
 use crate::plan::Request;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -113,194 +116,21 @@ impl Outbound {
 }
 
 impl Node {
-    /// Prefill bootstraps a room before there is anything to push.
-    pub fn handle_open(&mut self, now: Time, room: Room, bootstrap: Option<Duration>, waiting: Option<Duration>) {
-        let _ = self.local_outbound(now, room, bootstrap, waiting);
-    }
-
-    /// The room as this side's caller knows it, or nothing if it is over.
-    fn local_outbound(
-        &mut self,
-        now: Time,
-        room: Room,
-        bootstrap: Option<Duration>,
-        waiting: Option<Duration>,
-    ) -> Option<&mut Outbound> {
-        if !self.outbound.contains_key(&room) {
-            let refusal = match self.tombs.get_mut(room) {
-                Some(tomb) if tomb.told => return None,
-                Some(tomb) => {
-                    tomb.told = true;
-                    Some(tomb.reason.clone())
-                }
-                None if self.closing => Some(Reason::new(ReasonKind::Closed, "the agent was closed")),
-                None => None,
-            };
-            if let Some(reason) = refusal {
-                self.count_failure(&reason);
-                self.actions.push_back(Action::Stage(room, Stage::Failed));
-                self.emit(room, EventKind::Failed(reason), true, super::RoomStats::default());
-                return None;
-            }
-        }
-        let bootstrap = patience(bootstrap, self.cfg.bootstrap_timeout);
-        let waiting = patience(waiting, self.cfg.waiting_timeout);
-        let r = self.outbound.entry(room).or_insert_with(|| Outbound::new(now, bootstrap, waiting));
-        if !std::mem::replace(&mut r.local, true) {
-            let granted = !r.dests.is_empty();
-            self.early_rooms = self.early_rooms.saturating_sub(usize::from(granted));
-            // The caller's time begins with the caller.
-            r.progress = Progress::new(now, bootstrap, waiting);
-            if granted && r.progress.advance(now, Stage::Waiting) {
-                self.actions.push_back(Action::Stage(room, Stage::Waiting));
-            }
-            let at = r.progress.patience.at;
-            self.timers.set(at, Timer::Outbound(room));
-        }
-        self.outbound.get_mut(&room)
-    }
-
-    /// Prefill delivers pages: now, or when the grants come.
-    pub fn handle_push(&mut self, now: Time, push: Push) {
-        let (room, id) = (push.room, push.id);
-        if self.inbound.contains_key(&room) {
-            let text = format!("room {room} is expected on this agent: it cannot be pushed from it too");
-            self.fail_inbound(now, room, Reason::new(ReasonKind::RoomInUse, text));
-            return;
-        }
-        if let Err(reason) = self.check_push(&push) {
-            if self.local_outbound(now, room, push.bootstrap_timeout, push.waiting_timeout).is_some() {
-                self.fail_outbound(now, room, reason);
-            }
-            return;
-        }
-        let Some(r) = self.local_outbound(now, room, push.bootstrap_timeout, push.waiting_timeout) else { return };
-        if r.failure.is_some() {
-            return;
-        }
-        if let Some(last) = r.last {
-            let text = format!("room {room}: push {} came after push {}, which was the last", id.0, last.0);
-            self.fail_outbound(now, room, Reason::new(ReasonKind::TokensMismatch, text));
-            return;
-        }
-        if push.last {
-            r.last = Some(id);
-        }
-        r.pushes.insert(id, OutPush { order: push, retracted: false, reported: false });
-        self.pump_room(now, room);
-    }
-
-    fn check_push(&self, push: &Push) -> Result<(), Reason> {
-        let room = push.room;
-        if push.pages.len() != self.side.groups.len() {
-            let text = format!("room {room}: {} page lists for {} groups", push.pages.len(), self.side.groups.len());
-            return Err(Reason::new(ReasonKind::PageError, text));
-        }
-        for (g, ((layout, list), count)) in
-            self.side.groups.iter().zip(&push.pages).zip(&self.page_counts).enumerate()
-        {
-            let size = u64::from(layout.page_tokens);
-            let need = (push.tokens.0 % size + push.tokens.1.saturating_sub(push.tokens.0)).div_ceil(size);
-            if push.tokens.1 > push.tokens.0 && (list.len() as u64) < need {
-                let text = format!(
-                    "room {room}: tokens {} to {} need {need} pages of {size} tokens in group {g}, but {} were given",
-                    push.tokens.0,
-                    push.tokens.1,
-                    list.len()
-                );
-                return Err(Reason::new(ReasonKind::PageError, text));
-            }
-            if let Some(page) = list.iter().find(|p| *p >= count) {
-                let text = format!(
-                    "room {room}: page {page} of group {g} is out of range: the group has pages 0 to {}",
-                    count.saturating_sub(1)
-                );
-                return Err(Reason::new(ReasonKind::PageError, text));
-            }
-        }
-        Ok(())
-    }
-
-    /// The event of a push has completed: its pages may be read.
-    pub fn handle_push_ready(&mut self, now: Time, room: Room, push: PushId) {
-        if let Some(p) = self.outbound.get_mut(&room).and_then(|r| r.pushes.get_mut(&push)) {
-            p.order.ready = true;
-            self.pump_room(now, room);
-        }
-    }
-
-    /// The engine takes a push's pages back (preemption).
-    pub fn handle_retract(&mut self, now: Time, room: Room, push: PushId) {
-        let Some(r) = self.outbound.get_mut(&room) else {
-            self.emit(room, EventKind::Retracted(push), true, super::RoomStats::default());
-            return;
-        };
-        let known = r.failure.is_none() && r.pushes.get(&push).is_some_and(|p| !p.retracted);
-        if !known {
-            // Already taken back, or the room's own released event covers it.
-            return;
-        }
-        if let Some(p) = r.pushes.get_mut(&push) {
-            p.retracted = true;
-        }
-        if r.last == Some(push) {
-            r.last = None;
-        }
-        let mut tell = Vec::new();
-        for (key, dest) in &mut r.dests {
-            if dest.finished {
-                continue;
-            }
-            match dest.parts.insert(push, Part::Void) {
-                Some(Part::Writing(id)) => {
-                    dest.parts.insert(push, Part::Stopping);
-                    self.actions.push_back(Action::Abort(id));
-                }
-                Some(Part::Stopping) => {
-                    dest.parts.insert(push, Part::Stopping);
-                }
-                Some(Part::Offered | Part::Done) => {
-                    dest.last_sent = false;
-                    tell.push((*key, dest.seq));
-                }
-                Some(Part::Void) | None => {}
-            }
-        }
-        for (key, seq) in tell {
-            self.queue(now, key, Msg::Retract(Retract { room, seq, push }));
-        }
-        self.report_retracted(room);
-    }
-
-    /// Tells the caller of retracted pushes from whose pages nothing is read any more.
-    fn report_retracted(&mut self, room: Room) {
-        let Some(r) = self.outbound.get_mut(&room) else { return };
-        for (id, p) in &mut r.pushes {
-            let stopping = r.dests.values().any(|d| d.parts.get(id) == Some(&Part::Stopping));
-            if p.retracted && !p.reported && !stopping && r.failure.is_none() {
-                p.reported = true;
-                self.actions.push_back(Action::Event(Event {
-                    room,
-                    kind: EventKind::Retracted(*id),
-                    released: true,
-                    meta: None,
-                    stats: r.progress.stats(),
-                }));
-            }
-        }
-    }
-
     pub(super) fn grant_arrived(&mut self, now: Time, key: PeerKey, g: Grant) {
         let room = g.room;
         let refusal = if let Some(tomb) = self.tombs.get_mut(room) {
             self.counters.stale_refused += 1;
             Some(tomb.reason.clone())
         } else if self.inbound.contains_key(&room) {
-            Some(Reason::new(ReasonKind::RoomInUse, format!("room {room} is expected by the agent that it was granted to")))
+            Some(Reason::new(
+                ReasonKind::RoomInUse,
+                format!("room {room} is expected by the agent that it was granted to"),
+            ))
         } else if self.closing {
             Some(Reason::new(ReasonKind::Closed, "the prefill agent was closed"))
         } else if !self.outbound.contains_key(&room) && self.early_rooms >= self.cfg.early_grants {
-            let text = format!("{} granted rooms already wait for a push on this prefill agent", self.early_rooms);
+            let text =
+                format!("{} granted rooms already wait for a push on this prefill agent", self.early_rooms);
             Some(Reason::new(ReasonKind::Unhealthy, text))
         } else {
             self.bad_grant(&g)
@@ -321,7 +151,10 @@ impl Node {
         let Some(r) = self.outbound.get_mut(&room) else { return };
         if r.failure.is_some() || r.dests.contains_key(&key) || r.ranks.is_some_and(|n| n != g.ranks) {
             let reason = r.failure.clone().unwrap_or_else(|| {
-                Reason::new(ReasonKind::RoomInUse, format!("room {room} was granted by this rank already, or by an engine of another size"))
+                Reason::new(
+                    ReasonKind::RoomInUse,
+                    format!("room {room} was granted by this rank already, or by an engine of another size"),
+                )
             });
             if g.owed.is_some() {
                 self.queue(now, key, Msg::Drained(Drained { room, seq: g.seq, reason }));
@@ -368,7 +201,9 @@ impl Node {
     }
 
     pub(super) fn outbound_attached(&mut self, now: Time, key: PeerKey) {
-        for room in self.outbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>() {
+        for room in
+            self.outbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>()
+        {
             self.pump_room(now, room);
         }
     }
@@ -405,7 +240,11 @@ impl Node {
         let Some(dest) = r.dests.get_mut(&key) else { return };
         let Some(owed) = dest.owed.clone() else { return };
         // Writes of a push that was taken back may still land: what replaces them has to wait for that.
-        if dest.finished || dest.drained || dest.parts.values().any(|p| *p == Part::Stopping) {
+        if dest.finished
+            || dest.last_sent
+            || dest.drained
+            || dest.parts.values().any(|p| *p == Part::Stopping)
+        {
             return;
         }
         let mut begun = Vec::new();
@@ -470,7 +309,9 @@ impl Node {
         let pushes: Vec<PushId> = r.pushes.iter().filter(|(_, p)| !p.retracted).map(|(id, _)| *id).collect();
         let Some(dest) = r.dests.get_mut(&key) else { return };
         let done = pushes.iter().all(|id| dest.parts.get(id) == Some(&Part::Done));
-        let Some(owed) = dest.owed.as_ref().filter(|_| done && !dest.last_sent && !dest.finished) else { return };
+        let Some(owed) = dest.owed.as_ref().filter(|_| done && !dest.last_sent && !dest.finished) else {
+            return;
+        };
         let span = Owed { layers: (owed.layers.0, owed.layers.0), tokens: (owed.tokens.0, owed.tokens.0) };
         dest.last_sent = true;
         let done = Done {
@@ -503,7 +344,8 @@ impl Node {
         let end_token = r.end_token();
         let Some(p) = r.pushes.get(&push) else { return };
         let pushed = Owed { layers: p.order.layers.unwrap_or(all_layers), tokens: p.order.tokens };
-        let standing: Vec<PushId> = r.pushes.iter().filter(|(_, p)| !p.retracted).map(|(id, _)| *id).collect();
+        let standing: Vec<PushId> =
+            r.pushes.iter().filter(|(_, p)| !p.retracted).map(|(id, _)| *id).collect();
         let meta = r.last.and_then(|l| r.pushes.get(&l)).and_then(|p| p.order.meta.clone());
         let last_known = r.last.is_some();
         let Some(dest) = r.dests.get_mut(&key) else { return };
@@ -526,7 +368,14 @@ impl Node {
         self.queue(now, key, Msg::Done(done));
     }
 
-    pub(super) fn outbound_delivery(&mut self, now: Time, room: Room, key: PeerKey, push: PushId, end: DeliveryEnd) {
+    pub(super) fn outbound_delivery(
+        &mut self,
+        now: Time,
+        room: Room,
+        key: PeerKey,
+        push: PushId,
+        end: DeliveryEnd,
+    ) {
         let Some(r) = self.outbound.get_mut(&room) else { return };
         let failed = r.failure.is_some();
         let Some(dest) = r.dests.get_mut(&key) else { return };
@@ -569,167 +418,5 @@ impl Node {
             Some(reason) => self.fail_outbound(now, m.room, reason),
             None => self.part_done(now, m.room, key, m.push, 0, 0),
         }
-    }
-
-    pub(super) fn finished_arrived(&mut self, now: Time, key: PeerKey, m: Finished) {
-        let Some(r) = self.outbound.get_mut(&m.room) else { return };
-        let Some(dest) = r.dests.get_mut(&key).filter(|d| d.seq == m.seq) else {
-            self.counters.stale_refused += 1;
-            return;
-        };
-        match m.error {
-            None => {
-                dest.finished = true;
-                self.maybe_succeed_outbound(now, m.room);
-            }
-            Some(reason) => self.fail_outbound(now, m.room, reason),
-        }
-    }
-
-    fn maybe_succeed_outbound(&mut self, now: Time, room: Room) {
-        if !self.outbound.get(&room).is_some_and(|r| r.local && r.failure.is_none() && r.is_finished()) {
-            return;
-        }
-        let Some(mut r) = self.outbound.remove(&room) else { return };
-        self.timers.cancel(Timer::Outbound(room));
-        r.progress.advance(now, Stage::Success);
-        self.counters.succeeded += 1;
-        self.actions.push_back(Action::Stage(room, Stage::Success));
-        self.emit(room, EventKind::Success, true, r.progress.stats());
-    }
-
-    pub(super) fn cancel_arrived(&mut self, now: Time, key: PeerKey, m: Cancel) {
-        let room = m.room;
-        let Some(r) = self.outbound.get_mut(&room) else {
-            // Success here and a failure of another rank there can cross; an unknown room leaves a tombstone.
-            self.tombs.put(self.cfg.tombstones, room, m.reason.clone(), false);
-            self.queue(now, key, Msg::Drained(Drained { room, seq: m.upto, reason: m.reason }));
-            return;
-        };
-        match r.dests.get_mut(&key) {
-            Some(dest) if dest.seq > m.upto => {
-                self.counters.stale_refused += 1;
-                return;
-            }
-            Some(dest) => {
-                dest.cancelled_upto = m.upto;
-                // It wants an answer, also if it had finished before.
-                dest.finished = false;
-                dest.drained = false;
-            }
-            None => {
-                self.queue(now, key, Msg::Drained(Drained { room, seq: m.upto, reason: m.reason.clone() }));
-            }
-        }
-        self.fail_outbound(now, room, m.reason);
-        self.settle_outbound(now, room);
-    }
-
-    /// Word that a room failed before a grant for it was made.
-    pub fn handle_room_failed(&mut self, now: Time, room: Room, reason: Reason) {
-        if self.outbound.contains_key(&room) {
-            self.fail_outbound(now, room, reason);
-        } else {
-            self.tombs.put(self.cfg.tombstones, room, reason, false);
-        }
-    }
-
-    pub(super) fn outbound_timer(&mut self, now: Time, room: Room) {
-        let Some(r) = self.outbound.get(&room) else { return };
-        if r.failure.is_some() {
-            return;
-        }
-        let p = r.progress.patience;
-        if now < p.at {
-            self.timers.set(p.at, Timer::Outbound(room));
-            return;
-        }
-        let text = if !r.local {
-            format!("room {room}: nothing was pushed for it within {} s", p.waiting.as_secs_f64())
-        } else if r.progress.stage == Stage::Bootstrapping {
-            format!("room {room}: no decode rank granted it within {} s", p.bootstrap.as_secs_f64())
-        } else {
-            let seen = r.dests.len();
-            format!(
-                "room {room}: no progress for {} s ({seen} of {} decode ranks granted, {} pushes, the last one {})",
-                p.waiting.as_secs_f64(),
-                r.ranks.unwrap_or(0),
-                r.pushes.len(),
-                if r.last.is_some() { "made" } else { "not made" }
-            )
-        };
-        self.fail_outbound(now, room, Reason::new(ReasonKind::TransferTimeout, text));
-    }
-
-    /// Fails a room: no write is begun any more, and each destination is told once none is in flight.
-    pub(super) fn fail_outbound(&mut self, now: Time, room: Room, reason: Reason) {
-        let Some(r) = self.outbound.get_mut(&room) else { return };
-        if r.failure.is_some() {
-            return;
-        }
-        self.timers.cancel(Timer::Outbound(room));
-        r.failure = Some(reason.clone());
-        r.progress.advance(now, Stage::Failed);
-        for dest in r.dests.values() {
-            for part in dest.parts.values() {
-                if let Part::Writing(id) = part {
-                    self.actions.push_back(Action::Abort(*id));
-                }
-            }
-        }
-        let local = r.local;
-        if local {
-            let (released, stats) = (!r.is_writing(), r.progress.stats());
-            r.released = released;
-            self.count_failure(&reason);
-            self.actions.push_back(Action::Stage(room, Stage::Failed));
-            self.emit(room, EventKind::Failed(reason.clone()), released, stats);
-        } else {
-            self.early_rooms = self.early_rooms.saturating_sub(1);
-        }
-        self.tombs.put(self.cfg.tombstones, room, reason, local);
-        self.settle_outbound(now, room);
-    }
-
-    /// Of a failed room: answers destinations whose writes have stopped, frees the sources, forgets the room.
-    fn settle_outbound(&mut self, now: Time, room: Room) {
-        let Some(r) = self.outbound.get_mut(&room) else { return };
-        let Some(reason) = r.failure.clone() else { return };
-        let mut answers = Vec::new();
-        for (key, dest) in &mut r.dests {
-            if dest.owed.is_some() && !dest.finished && !dest.drained && !dest.is_writing() {
-                dest.drained = true;
-                answers.push((*key, dest.seq.max(dest.cancelled_upto)));
-            }
-        }
-        let idle = !r.is_writing();
-        let report = idle && r.local && !r.released;
-        r.released |= idle;
-        let stats = r.progress.stats();
-        for (key, seq) in answers {
-            self.queue(now, key, Msg::Drained(Drained { room, seq, reason: reason.clone() }));
-        }
-        if report {
-            self.emit(room, EventKind::Released, true, stats);
-        }
-        if idle {
-            self.outbound.remove(&room);
-        }
-    }
-
-    /// Nothing of ours is in flight to that peer any more.
-    pub(super) fn outbound_fenced(&mut self, now: Time, key: PeerKey) {
-        for room in self.outbound.iter().filter(|(_, r)| r.dests.contains_key(&key)).map(|(room, _)| *room).collect::<Vec<_>>() {
-            if let Some(d) = self.outbound.get_mut(&room).and_then(|r| r.dests.get_mut(&key)) {
-                for part in d.parts.values_mut().filter(|p| matches!(p, Part::Writing(_) | Part::Stopping)) {
-                    *part = Part::Void;
-                }
-                if !d.finished {
-                    d.drained = true;
-                }
-            }
-            self.settle_outbound(now, room);
-        }
-        self.deliveries.retain(|_, d| !matches!(d, DeliveryFor::Outbound(_, k, _) if *k == key));
     }
 }

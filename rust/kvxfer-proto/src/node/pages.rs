@@ -53,7 +53,10 @@ impl PageBook {
         let owners = &mut self.owners[g];
         let count = owners.len();
         let Some(owner) = owners.get_mut(page as usize) else {
-            return Err(format!("page {page} of group {g} is out of range: the group has pages 0 to {}", count.saturating_sub(1)));
+            return Err(format!(
+                "page {page} of group {g} is out of range: the group has pages 0 to {}",
+                count.saturating_sub(1)
+            ));
         };
         if *owner == room.get() {
             return Err(format!("page {page} of group {g} is in the list twice"));

@@ -32,6 +32,8 @@ pub(super) struct Peer {
     pub(super) lost_since: Option<Time>,
     pub(super) fence: Fence,
     pub(super) dead: bool,
+    /// Messages to it were thrown away: it is to be lost.
+    overflow: Option<Reason>,
     /// It said goodbye, or another incarnation took its place: it will not come back.
     gone: bool,
     next_seq: u64,
@@ -59,9 +61,19 @@ impl Peer {
 }
 
 impl Node {
+    /// The peer, made if it is new.
+    pub(super) fn peer_mut(&mut self, key: PeerKey) -> &mut Peer {
+        let floor = self.generation_floor;
+        self.peers.entry(key).or_insert_with(|| {
+            let mut peer = Peer::default();
+            peer.link.restart(floor);
+            peer
+        })
+    }
+
     /// Queues a numbered message. A peer that lets its outbox overflow is lost.
     pub(super) fn queue(&mut self, now: Time, key: PeerKey, msg: Msg) -> u64 {
-        let peer = self.peers.entry(key).or_default();
+        let peer = self.peer_mut(key);
         match peer.link.enqueue(msg) {
             Ok(number) => {
                 self.dirty.insert(key);
@@ -70,8 +82,7 @@ impl Node {
             }
             Err(reason) => {
                 // Not at once: the caller is in the middle of a change of its own.
-                peer.lost_since.get_or_insert(Time(0));
-                let _ = reason;
+                peer.overflow.get_or_insert(reason);
                 self.timers.set(now, Timer::Peer(key));
                 0
             }
@@ -95,7 +106,8 @@ impl Node {
     /// Whether a session with this peer is of use now; the driver keeps trying while it is.
     #[must_use]
     pub fn wants_session(&self, key: PeerKey) -> bool {
-        self.peers.get(&key).is_some_and(|p| p.session.is_none() && p.fence == Fence::Open && !p.dead) && self.is_busy(key)
+        let open = |p: &Peer| !matches!(p.fence, Fence::Running { .. }) && !p.dead;
+        self.peers.get(&key).is_some_and(|p| p.session.is_none() && open(p)) && self.is_busy(key)
     }
 
     /// Whether any room or message depends on this peer.
@@ -119,16 +131,12 @@ impl Node {
     /// A session passed its handshake. From its first frame on, nothing of an older session counts.
     pub fn handle_session_up(&mut self, now: Time, up: SessionUp) {
         let key = up.peer;
-        let peer = self.peers.entry(key).or_default();
-        peer.name = up.name;
+        self.peer_mut(key).name = up.name;
+        self.take_answer(now, key, up.generation);
+        let Some(peer) = self.peers.get_mut(&key) else { return };
         let drop = |reason: Reason| Action::DropSession { peer: key, session: up.session, reason };
         if let Some(reason) = peer.unusable() {
             self.actions.push_back(drop(reason));
-            return;
-        }
-        if up.own_generation != peer.link.generation() {
-            let text = format!("peer {} was fenced during the handshake", peer.name);
-            self.actions.push_back(drop(Reason::new(ReasonKind::PeerLost, text)));
             return;
         }
         if up.session <= peer.last_session {
@@ -138,6 +146,11 @@ impl Node {
             return;
         }
         peer.last_session = up.session;
+        if up.own_generation != peer.link.generation() {
+            let text = format!("peer {} was fenced during the handshake", peer.name);
+            self.actions.push_back(drop(Reason::new(ReasonKind::PeerLost, text)));
+            return;
+        }
         if let Some(old) = peer.session.take() {
             let reason = Reason::new(ReasonKind::ProtocolError, "a newer session took its place");
             self.actions.push_back(Action::DropSession { peer: key, session: old, reason });
@@ -151,9 +164,7 @@ impl Node {
                 );
                 if peer.attached.is_none() && !self.is_busy(key) {
                     // Nothing to fence and nothing to fail.
-                    if let Some(peer) = self.peers.get_mut(&key) {
-                        peer.link.restart(up.generation);
-                    }
+                    self.restart_link(key, up.generation);
                 } else {
                     self.actions.push_back(drop(reason.clone()));
                     self.lose_peer_in(now, key, &reason, up.generation);
@@ -176,6 +187,15 @@ impl Node {
             self.timers.set(now.after(heartbeat), Timer::Peer(key));
         }
         self.dirty.insert(key);
+    }
+
+    /// A peer that could not be fenced comes back in our new generation: it has ended all that it did before.
+    fn take_answer(&mut self, now: Time, key: PeerKey, its_generation: u64) {
+        if let Some(Fence::Impossible { generation, .. }) = self.peers.get(&key).map(|p| &p.fence)
+            && its_generation >= *generation
+        {
+            self.fence_done(now, key, its_generation);
+        }
     }
 
     /// The fabric to this peer can carry bytes, and who moves them.
@@ -221,15 +241,21 @@ impl Node {
             .collect();
         rooms.sort();
         rooms.dedup_by_key(|(room, _)| *room);
-        for room in self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>() {
+        for room in
+            self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>()
+        {
             self.fail_inbound(now, room, reason.clone());
         }
-        if let Some(peer) = self.peers.get_mut(&key) {
-            // Everything in the outbox was about these rooms.
-            let generation = peer.link.generation();
-            peer.link.restart(generation);
-        }
         self.actions.push_back(Action::TellRefused { peer: key, rooms });
+        if self.inbound.values().any(|r| r.depends_on(key)) {
+            // An earlier session carried grants, and no answer to their cancel will come.
+            self.lose_peer(now, key, reason);
+        } else {
+            // Everything in the outbox was about these rooms. A peer that has seen numbers of this link learns that
+            // they begin again.
+            let generation = self.peers.get(&key).map_or(0, |p| p.link.generation().saturating_add(1));
+            self.restart_link(key, generation);
+        }
     }
 
     /// Another incarnation answers at this peer's address: it restarted. Its rooms fail and it is fenced; rooms of
@@ -275,16 +301,17 @@ impl Node {
         let Some(peer) = self.peers.get_mut(&key) else { return };
         let reason = Reason::new(ReasonKind::PeerLost, format!("peer {} was evicted", peer.name));
         peer.dead = true;
-        if let Fence::Impossible { generation, .. } = peer.fence {
-            self.fence_done(now, key, generation);
-        } else {
-            self.lose_peer(now, key, &reason);
+        match peer.fence {
+            Fence::Running { generation } | Fence::Impossible { generation, .. } => {
+                self.fence_done(now, key, generation);
+            }
+            Fence::Open => self.lose_peer(now, key, &reason),
         }
     }
 
     /// Fails every room with this peer and fences it. Pages stay in quarantine until [`Node::handle_fenced`].
     pub(super) fn lose_peer(&mut self, now: Time, key: PeerKey, reason: &Reason) {
-        let generation = self.peers.get(&key).map_or(0, |p| p.link.generation() + 1);
+        let generation = self.peers.get(&key).map_or(0, |p| p.link.generation().saturating_add(1));
         self.lose_peer_in(now, key, reason, generation);
     }
 
@@ -298,10 +325,14 @@ impl Node {
             self.actions.push_back(Action::DropSession { peer: key, session, reason: reason.clone() });
         }
         self.counters.fences += 1;
-        for room in self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>() {
+        for room in
+            self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>()
+        {
             self.fail_inbound(now, room, reason.clone());
         }
-        for room in self.outbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>() {
+        for room in
+            self.outbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>()
+        {
             self.fail_outbound(now, room, reason.clone());
         }
         let stop: Vec<_> = self
@@ -320,9 +351,23 @@ impl Node {
         let Fence::Running { generation } = peer.fence else { return };
         peer.attached = None;
         match result {
-            Err(reason) if !peer.dead => peer.fence = Fence::Impossible { generation, reason },
+            Err(reason) if !peer.dead => {
+                peer.fence = Fence::Impossible { generation, reason };
+                // A peer that is still alive learns from the new generation that it has been given up, ends its own
+                // writes, and comes back in that generation: that is its answer.
+                self.restart_link(key, generation);
+                self.want_session(key);
+            }
             _ => self.fence_done(now, key, generation),
         }
+    }
+
+    /// Starts the link afresh. Numbers of grants that it carried before name other messages from now on.
+    fn restart_link(&mut self, key: PeerKey, generation: u64) {
+        if let Some(peer) = self.peers.get_mut(&key) {
+            peer.link.restart(generation);
+        }
+        self.forget_grant_numbers(key);
     }
 
     fn fence_done(&mut self, now: Time, key: PeerKey, generation: u64) {
@@ -330,9 +375,9 @@ impl Node {
             peer.fence = Fence::Open;
             peer.attached = None;
             peer.lost_since = Some(now);
-            peer.link.restart(generation);
             self.timers.set(now.after(self.cfg.forget_after), Timer::Peer(key));
         }
+        self.restart_link(key, generation);
         self.inbound_fenced(now, key);
         self.outbound_fenced(now, key);
         if self.peers.get(&key).is_some_and(|p| p.dead || p.gone) {
@@ -341,7 +386,10 @@ impl Node {
     }
 
     fn forget_peer(&mut self, key: PeerKey) {
-        self.peers.remove(&key);
+        if let Some(peer) = self.peers.remove(&key) {
+            // If it comes back after all, it must not take a new link for the old one.
+            self.generation_floor = self.generation_floor.max(peer.link.generation().saturating_add(1));
+        }
         self.dirty.remove(&key);
         self.timers.cancel(Timer::Peer(key));
         self.forget_sources_of(key);
@@ -360,9 +408,14 @@ impl Node {
         let (heartbeat, suspect_after, fence_after) =
             (self.cfg.heartbeat, self.cfg.suspect_after, self.cfg.fence_after);
         let Some(peer) = self.peers.get_mut(&key) else { return };
+        if let Some(reason) = peer.overflow.take() {
+            self.lose_peer(now, key, &reason);
+            return;
+        }
         if let Some(session) = peer.session {
             if now >= peer.last_heard.after(suspect_after) {
-                let text = format!("peer {} was silent for {} ms", peer.name, now.since_us(peer.last_heard) / 1000);
+                let text =
+                    format!("peer {} was silent for {} ms", peer.name, now.since_us(peer.last_heard) / 1000);
                 let reason = Reason::new(ReasonKind::PeerLost, text);
                 self.actions.push_back(Action::DropSession { peer: key, session, reason });
                 self.handle_session_down(now, key, session);

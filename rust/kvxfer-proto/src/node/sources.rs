@@ -61,6 +61,28 @@ impl Node {
         }
     }
 
+    /// A room failed before a grant for it was made: ranks that can be told are told.
+    pub(super) fn tell_ranks(&mut self, now: Time, room: Room, ranks: &[SourceRank], reason: &Reason) {
+        for rank in ranks {
+            if self.peers.get(&rank.key).is_none_or(|p| p.unusable().is_none()) {
+                self.queue(now, rank.key, Msg::RoomFailed(RoomFailed { room, reason: reason.clone() }));
+            }
+        }
+    }
+
+    /// The same for a room that was refused: its source need not be known yet.
+    pub(super) fn tell_source(&mut self, now: Time, room: Room, source: &Source, reason: &Reason) {
+        let state = self.sources.entry(source.clone()).or_default();
+        if let Some(ranks) = state.ranks.clone() {
+            self.tell_ranks(now, room, &ranks, reason);
+        } else if state.ended.len() < ENDED_LIMIT {
+            state.ended.push((room, reason.clone()));
+            if !std::mem::replace(&mut state.asked, true) {
+                self.actions.push_back(Action::Resolve(source.clone()));
+            }
+        }
+    }
+
     /// Why this directory is still to be asked, if it is.
     #[must_use]
     pub fn resolving(&self, source: &Source) -> Option<Resolving> {
@@ -93,9 +115,7 @@ impl Node {
                     state.ranks = Some(ranks.clone());
                 }
                 for (room, reason) in ended {
-                    for rank in &ranks {
-                        self.queue(now, rank.key, Msg::RoomFailed(RoomFailed { room, reason: reason.clone() }));
-                    }
+                    self.tell_ranks(now, room, &ranks, &reason);
                 }
                 for room in waiting {
                     self.make_grants(now, room, &ranks);
@@ -111,7 +131,10 @@ impl Node {
 
     fn owing_ranks(&self, source: &Source, ranks: &[RankInfo]) -> Result<Vec<SourceRank>, Reason> {
         let Some(first) = ranks.first() else {
-            return Err(Reason::new(ReasonKind::PeerLost, format!("the directory at {} knows no rank", source.address)));
+            return Err(Reason::new(
+                ReasonKind::PeerLost,
+                format!("the directory at {} knows no rank", source.address),
+            ));
         };
         let shard = first.side.shard;
         let owes = plan::sources(&first.side.groups, shard.tp_size, shard.pp_size, &self.side);

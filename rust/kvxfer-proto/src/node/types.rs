@@ -17,6 +17,8 @@ pub struct Config {
     pub suspect_after: Duration,
     /// A peer with which no session could be had for this long is fenced.
     pub fence_after: Duration,
+    /// A peer that leaves the cancel of a room unanswered for this long is fenced, however alive its session.
+    pub drain_timeout: Duration,
     /// A peer with which there was no session and no room for this long is forgotten.
     pub forget_after: Duration,
     /// Default for a room's time until its peers are in contact.
@@ -25,7 +27,7 @@ pub struct Config {
     pub waiting_timeout: Duration,
     /// Pages in quarantine past which no new room is taken.
     pub quarantine_limit: u64,
-    /// Grants that wait for their room to be opened here, per peer.
+    /// Rooms that may wait here, granted and not yet pushed, in all.
     pub early_grants: usize,
     /// Ended rooms that are remembered.
     pub tombstones: usize,
@@ -37,6 +39,7 @@ impl Default for Config {
             heartbeat: Duration::from_secs(1),
             suspect_after: Duration::from_secs(5),
             fence_after: Duration::from_secs(10),
+            drain_timeout: Duration::from_secs(30),
             forget_after: Duration::from_secs(3600),
             bootstrap_timeout: Duration::from_secs(300),
             waiting_timeout: Duration::from_secs(300),

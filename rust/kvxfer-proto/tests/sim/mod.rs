@@ -8,8 +8,8 @@
 
 use kvxfer_proto::msg::Frame;
 use kvxfer_proto::node::{
-    Action, Config, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Mover, Node, PeerKey, Push,
-    RankInfo, SessionUp, Source,
+    Action, Config, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Mover, Node, PeerKey,
+    Push, RankInfo, SessionUp, Source,
 };
 use kvxfer_proto::plan::{Cursor, Piece, Template};
 use kvxfer_proto::{Incarnation, Reason, ReasonKind, Room, SessionNo, Side, Time};
@@ -59,17 +59,48 @@ struct Running {
     next: usize,
     in_flight: usize,
     aborted: bool,
+    own_epoch: u64,
 }
 
 #[derive(Clone)]
 enum What {
-    Frame { to: usize, from: PeerKey, frame: Frame },
-    SessionDown { to: usize, key: PeerKey, session: SessionNo },
-    Connect { from: usize, key: PeerKey },
-    Resolve { from: usize, source: Source },
-    Post { node: usize, incarnation: Incarnation, id: DeliveryId },
-    Land { node: usize, incarnation: Incarnation, id: DeliveryId, epoch: u64, bytes: Vec<(Piece, Vec<u8>)> },
-    Fenced { node: usize, key: PeerKey },
+    Frame {
+        to: usize,
+        from: PeerKey,
+        frame: Frame,
+    },
+    SessionDown {
+        to: usize,
+        key: PeerKey,
+        session: SessionNo,
+    },
+    Connect {
+        from: usize,
+        key: PeerKey,
+    },
+    Resolve {
+        from: usize,
+        source: Source,
+    },
+    Post {
+        node: usize,
+        incarnation: Incarnation,
+        id: DeliveryId,
+    },
+    Land {
+        node: usize,
+        incarnation: Incarnation,
+        id: DeliveryId,
+        key: PeerKey,
+        room: Room,
+        push: kvxfer_proto::PushId,
+        epoch: u64,
+        bytes: Vec<(Piece, Vec<u8>)>,
+    },
+    Fenced {
+        node: usize,
+        key: PeerKey,
+    },
     Order(usize, fn(&mut Node, Time, Room), Room),
 }
 
@@ -87,6 +118,8 @@ pub struct Net {
     pub cut: BTreeSet<(usize, usize)>,
     pub violations: Vec<String>,
     pub writes_landed: u64,
+    pub pings: u64,
+    pub copy_us: (u64, u64),
     sessions: BTreeMap<(Incarnation, Incarnation), SessionNo>,
     /// Connections that are cut: nothing that is sent on them arrives.
     dead: BTreeSet<(Incarnation, Incarnation, SessionNo)>,
@@ -112,6 +145,8 @@ impl Net {
             cut: BTreeSet::new(),
             violations: Vec::new(),
             writes_landed: 0,
+            pings: 0,
+            copy_us: (0, 0),
             sessions: BTreeMap::new(),
             dead: BTreeSet::new(),
             queue: BTreeMap::new(),
@@ -188,6 +223,9 @@ impl Net {
                     }
                 }
                 Action::Send { peer, session, number, msg } => {
+                    if matches!(msg, kvxfer_proto::msg::Msg::Ping(_)) {
+                        self.pings += 1;
+                    }
                     let me = self.nodes[i].incarnation;
                     let Some(to) = self.find(peer.incarnation) else { continue };
                     if self.cut.contains(&(i.min(to), i.max(to))) {
@@ -268,7 +306,10 @@ impl Net {
         }
         let id = delivery.id;
         let incarnation = self.nodes[i].incarnation;
-        self.nodes[i].running.insert(id, Running { delivery, pieces, next: 0, in_flight: 0, aborted: false });
+        let own_epoch = self.nodes[i].endpoint_epoch.get(&delivery.peer).copied().unwrap_or(0);
+        self.nodes[i]
+            .running
+            .insert(id, Running { delivery, pieces, next: 0, in_flight: 0, aborted: false, own_epoch });
         self.at(1, What::Post { node: i, incarnation, id });
     }
 
@@ -285,6 +326,7 @@ impl Net {
         r.next = end;
         let more = end < r.pieces.len();
         let key = r.delivery.peer;
+        let (room, push) = (r.delivery.room, r.delivery.push);
         if !batch.is_empty() {
             r.in_flight += 1;
             let peer = self.find(key.incarnation);
@@ -293,7 +335,8 @@ impl Net {
                 .iter()
                 .map(|p| {
                     let from = src.map_or(Vec::new(), |s| {
-                        self.nodes[s].memory[p.src_region as usize][p.src_off as usize..(p.src_off + p.len) as usize]
+                        self.nodes[s].memory[p.src_region as usize]
+                            [p.src_off as usize..(p.src_off + p.len) as usize]
                             .to_vec()
                     });
                     (*p, from)
@@ -301,9 +344,14 @@ impl Net {
                 .collect();
             let epoch = self.nodes[i].attached_epoch.get(&key).copied().unwrap_or(0);
             // Our own copies land at once; a write lands when it lands, whatever happens to its process.
-            let d = if self.mover == Mover::Sender { self.draw(data_us) } else { 0 };
+            let d = if self.mover == Mover::Sender {
+                self.draw(data_us)
+            } else {
+                let c = self.copy_us;
+                self.draw(c)
+            };
             let incarnation = self.nodes[i].incarnation;
-            self.at(d, What::Land { node: i, incarnation, id, epoch, bytes });
+            self.at(d, What::Land { node: i, incarnation, id, key, room, push, epoch, bytes });
         }
         if more {
             let d = self.draw(data_us);
@@ -314,18 +362,54 @@ impl Net {
         }
     }
 
-    fn land(&mut self, i: usize, incarnation: Incarnation, id: DeliveryId, epoch: u64, bytes: Vec<(Piece, Vec<u8>)>) {
-        let (room, key) = match self.nodes[i].running.get(&id) {
-            Some(r) if self.nodes[i].incarnation == incarnation => (Some(r.delivery.room), Some(r.delivery.peer)),
-            // The writer restarted; its writes land all the same, and must find no page that was given away.
-            _ => (None, None),
-        };
-        let dst = if self.mover == Mover::Sender { key.and_then(|k| self.find(k.incarnation)) } else { Some(i) };
+    #[allow(clippy::too_many_arguments)]
+    fn land(
+        &mut self,
+        i: usize,
+        incarnation: Incarnation,
+        id: DeliveryId,
+        key: PeerKey,
+        room: Room,
+        push: kvxfer_proto::PushId,
+        epoch: u64,
+        bytes: Vec<(Piece, Vec<u8>)>,
+    ) {
+        if self.mover == Mover::Sender && self.nodes[i].incarnation == incarnation {
+            let back = PeerKey { incarnation, direction: Direction::WeGrant };
+            let own = self.nodes[i].endpoint_epoch.get(&key).copied().unwrap_or(0);
+            let _ = (back, own);
+            if self.nodes[i].running.contains_key(&id) {
+                if let Some(e) = self.nodes[i].events.iter().find(|e| {
+                    e.room == room
+                        && e.released
+                        && (!matches!(e.kind, EventKind::Retracted(_))
+                            || e.kind == EventKind::Retracted(push))
+                }) {
+                    if !self.own_fenced(i, key, id) {
+                        self.violations.push(format!("t={}: write of room {room:?} push {push:?} of {} still in flight after {:?} released its source", self.now, self.nodes[i].name, e.kind));
+                    }
+                }
+            }
+        }
+        let (room, key) = (Some(room), Some(key));
+        let dst =
+            if self.mover == Mover::Sender { key.and_then(|k| self.find(k.incarnation)) } else { Some(i) };
         if let Some(dst) = dst {
             let back = PeerKey { incarnation, direction: Direction::WeGrant };
             let fenced = self.mover == Mover::Sender
                 && self.nodes[dst].endpoint_epoch.get(&back).copied().unwrap_or(0) != epoch;
-            if fenced {
+            if self.mover == Mover::Receiver
+                && self.nodes[i].incarnation == incarnation
+                && (!self.nodes[i].running.contains_key(&id)
+                    || key.is_some_and(|k| self.own_fenced(i, k, id)))
+            {
+            } else if self.mover == Mover::Receiver && self.nodes[i].incarnation != incarnation {
+            } else if bytes.iter().any(|(p, d)| p.len as usize != d.len()) {
+                // The source's process is gone: the copy fails.
+                if let Some(r) = self.nodes[i].running.get_mut(&id) {
+                    r.aborted = true;
+                }
+            } else if fenced {
                 if let (Some(k), true) = (key, self.nodes[i].incarnation == incarnation) {
                     let reason = Reason::new(ReasonKind::FabricError, "the peer closed its endpoint");
                     self.order(i, |n, now| n.handle_fabric_broken(now, k, &reason));
@@ -345,6 +429,13 @@ impl Net {
             }
             self.check_delivery(i, id);
         }
+    }
+
+    fn own_fenced(&self, i: usize, key: PeerKey, id: DeliveryId) -> bool {
+        self.nodes[i]
+            .running
+            .get(&id)
+            .is_some_and(|r| r.own_epoch != self.nodes[i].endpoint_epoch.get(&key).copied().unwrap_or(0))
     }
 
     fn check_write(&mut self, dst: usize, room: Option<Room>, p: &Piece) {
@@ -368,7 +459,10 @@ impl Net {
         let end = if r.aborted {
             DeliveryEnd::Aborted
         } else {
-            DeliveryEnd::Complete { bytes: r.pieces.iter().map(|p| p.len).sum(), writes: r.pieces.len() as u64 }
+            DeliveryEnd::Complete {
+                bytes: r.pieces.iter().map(|p| p.len).sum(),
+                writes: r.pieces.len() as u64,
+            }
         };
         self.nodes[i].running.remove(&id);
         let now = self.time();
@@ -424,8 +518,12 @@ impl Net {
 
     pub fn cont(&mut self, i: usize) {
         self.nodes[i].stopped = false;
-        for what in std::mem::take(&mut self.nodes[i].held) {
-            self.at(1, what);
+        // Before whatever is still on its way: a session keeps its order.
+        let held = std::mem::take(&mut self.nodes[i].held);
+        let due = self.now.min(self.queue.keys().next().map_or(self.now, |k| k.0)).saturating_sub(1);
+        for what in held {
+            self.ticket += 1;
+            self.queue.insert((due, self.ticket), what);
         }
     }
 
@@ -480,7 +578,8 @@ impl Net {
         match what {
             What::Frame { to, from, frame } => {
                 if let Err(e) = self.nodes[to].node.handle_frame(now, from, frame) {
-                    self.violations.push(format!("t={}: protocol error at {}: {e}", self.now, self.nodes[to].name));
+                    self.violations
+                        .push(format!("t={}: protocol error at {}: {e}", self.now, self.nodes[to].name));
                 }
                 self.carry_out(to);
             }
@@ -492,7 +591,10 @@ impl Net {
                 let ranks = self.directory.get(&*source.address).cloned().unwrap_or_default();
                 let infos = ranks
                     .iter()
-                    .map(|&r| RankInfo { incarnation: self.nodes[r].incarnation, side: self.nodes[r].side.clone() })
+                    .map(|&r| RankInfo {
+                        incarnation: self.nodes[r].incarnation,
+                        side: self.nodes[r].side.clone(),
+                    })
                     .collect();
                 self.nodes[from].node.handle_resolved(now, &source, Ok(infos));
                 self.carry_out(from);
@@ -503,7 +605,9 @@ impl Net {
                     self.post(node, id);
                 }
             }
-            What::Land { node, incarnation, id, epoch, bytes } => self.land(node, incarnation, id, epoch, bytes),
+            What::Land { node, incarnation, id, key, room, push, epoch, bytes } => {
+                self.land(node, incarnation, id, key, room, push, epoch, bytes)
+            }
             What::Fenced { node, key } => {
                 self.nodes[node].node.handle_fenced(now, key, Ok(()));
                 self.carry_out(node);
@@ -535,7 +639,9 @@ impl Net {
         self.sessions.insert((me, key.incarnation), session);
         let mine = self.nodes[from].node.link_state(key);
         let theirs = self.nodes[to].node.link_state(back);
-        for (at, peer_key, peer, own, other) in [(to, back, from, theirs, mine), (from, key, to, mine, theirs)] {
+        for (at, peer_key, peer, own, other) in
+            [(to, back, from, theirs, mine), (from, key, to, mine, theirs)]
+        {
             let up = SessionUp {
                 peer: peer_key,
                 session,
@@ -548,7 +654,10 @@ impl Net {
             };
             self.nodes[at].node.handle_session_up(now, up);
             if self.nodes[at].node.session_of(peer_key) == Some(session) {
-                let back = PeerKey { incarnation: self.nodes[at].incarnation, direction: opposite(peer_key.direction) };
+                let back = PeerKey {
+                    incarnation: self.nodes[at].incarnation,
+                    direction: opposite(peer_key.direction),
+                };
                 let epoch = self.nodes[peer].endpoint_epoch.get(&back).copied().unwrap_or(0);
                 self.nodes[at].attached_epoch.insert(peer_key, epoch);
                 self.nodes[at].node.handle_attached(now, peer_key, self.mover);

@@ -1,0 +1,225 @@
+//! How an expected room ends, and when its pages come back.
+
+use crate::error::{Reason, ReasonKind};
+use crate::ids::{Room, Time};
+use crate::msg::{Cancel, Drained, Finished, Msg};
+use crate::node::types::{Event, EventKind, Mover, Stage};
+use crate::node::{Action, DeliveryFor, Node, PeerKey, Timer};
+
+impl Node {
+    pub(in crate::node) fn inbound_timer(&mut self, now: Time, room: Room) {
+        let Some(r) = self.inbound.get(&room) else { return };
+        if r.failure.is_some() {
+            self.drain_overdue(now, room);
+            return;
+        }
+        let at = r.progress.patience.at;
+        if now < at {
+            self.timers.set(at, Timer::Inbound(room));
+            return;
+        }
+        let p = r.progress.patience;
+        let reason = if r.progress.stage == Stage::Bootstrapping {
+            let missing: Vec<String> = r
+                .grants
+                .keys()
+                .filter(|k| self.peers.get(k).is_none_or(|p| p.attached.is_none()))
+                .map(|k| self.peer_name(*k))
+                .collect();
+            let whom = if missing.is_empty() { "its directory".to_owned() } else { missing.join(", ") };
+            format!(
+                "room {room}: no contact with {} ({whom}) within {} s",
+                r.source.address,
+                p.bootstrap.as_secs_f64()
+            )
+        } else {
+            let late: Vec<String> = r
+                .grants
+                .iter()
+                .filter(|(_, g)| g.owed.is_some() && !g.complete)
+                .map(|(k, _)| self.peer_name(*k))
+                .collect();
+            format!("room {room}: nothing came from {} for {} s", late.join(", "), p.waiting.as_secs_f64())
+        };
+        self.fail_inbound(now, room, Reason::new(ReasonKind::TransferTimeout, reason));
+    }
+
+    /// Peers that have not answered a cancel are fenced: else the pages stay in quarantine as long as they are alive.
+    pub(super) fn drain_overdue(&mut self, now: Time, room: Room) {
+        let Some(r) = self.inbound.get_mut(&room) else { return };
+        let at = r.progress.patience.at;
+        if now < at {
+            self.timers.set(at, Timer::Inbound(room));
+            return;
+        }
+        for key in r.holders() {
+            let text = format!(
+                "peer {} did not answer the drain of room {room} for {} s",
+                self.peer_name(key),
+                self.cfg.drain_timeout.as_secs_f64()
+            );
+            self.lose_peer(now, key, &Reason::new(ReasonKind::PeerLost, text));
+        }
+    }
+
+    pub(super) fn succeed_inbound(&mut self, now: Time, room: Room) {
+        let Some(mut r) = self.inbound.remove(&room) else { return };
+        self.timers.cancel(Timer::Inbound(room));
+        r.progress.advance(now, Stage::Success);
+        self.book.release(&r.pages);
+        self.counters.succeeded += 1;
+        for (key, g) in &r.grants {
+            // A peer that died after its part was done is forgotten.
+            if g.owed.is_some() && self.peers.get(key).is_some_and(|p| p.unusable().is_none()) {
+                self.queue(now, *key, Msg::Finished(Finished { room, seq: g.seq, error: None }));
+            }
+        }
+        let mut by_rank: Vec<_> = r.grants.into_values().collect();
+        by_rank.sort_by_key(|g| g.rank);
+        let meta = by_rank.into_iter().find_map(|g| g.meta);
+        self.actions.push_back(Action::Stage(room, Stage::Success));
+        self.actions.push_back(Action::Event(Event {
+            room,
+            kind: EventKind::Success,
+            released: true,
+            meta,
+            stats: r.progress.stats(),
+        }));
+    }
+
+    /// The source says that nothing of the room lands any more: the answer to a cancel, or word that it failed there.
+    pub(in crate::node) fn drained_arrived(&mut self, now: Time, key: PeerKey, m: Drained) {
+        let Some(r) = self.inbound.get_mut(&m.room) else {
+            return;
+        };
+        let Some(g) = r.grants.get_mut(&key) else { return };
+        if m.seq < g.seq {
+            self.counters.stale_refused += 1;
+            return;
+        }
+        // A copy of ours may still run; it is over when that has stopped.
+        g.over = !g.is_copying();
+        if r.failure.is_none() {
+            self.fail_inbound(now, m.room, m.reason);
+        } else {
+            self.maybe_release_inbound(m.room);
+        }
+    }
+
+    /// Fails a room: the caller learns it now, and its pages come back when every rank has answered.
+    pub(in crate::node) fn fail_inbound(&mut self, now: Time, room: Room, reason: Reason) {
+        let Some(r) = self.inbound.get_mut(&room) else { return };
+        if r.failure.is_some() {
+            return;
+        }
+        self.timers.cancel(Timer::Inbound(room));
+        r.failure = Some(reason.clone());
+        r.progress.advance(now, Stage::Failed);
+        let source = r.source.clone();
+        let mut orders = Vec::new();
+        for (key, g) in &mut r.grants {
+            let peer = self.peers.get_mut(key);
+            let receiver_copies = peer.as_ref().is_some_and(|p| p.attached == Some(Mover::Receiver));
+            let unheard = peer.is_some_and(|p| p.link.withdraw(g.number));
+            self.actions.extend(g.copies.values().map(|id| Action::Abort(*id)));
+            if g.owed.is_some() && (unheard || (receiver_copies && !g.is_copying())) {
+                // Either no session ever carried the grant, or only our own thread writes, and it has stopped.
+                g.over = true;
+            }
+            orders.push((*key, g.seq));
+        }
+        self.count_failure(&reason);
+        self.unresolve_room(room, &source, &reason);
+        for (key, seq) in orders {
+            if self.peers.get(&key).is_some_and(|p| p.unusable().is_none()) {
+                self.queue(now, key, Msg::Cancel(Cancel { room, upto: seq, reason: reason.clone() }));
+            }
+        }
+        let Some(r) = self.inbound.get(&room) else { return };
+        let (released, stats, pages) = (r.is_over(), r.progress.stats(), r.page_count());
+        self.actions.push_back(Action::Stage(room, Stage::Failed));
+        self.emit(room, EventKind::Failed(reason.clone()), released, stats);
+        self.tombs.put(self.cfg.tombstones, room, reason, true);
+        if released {
+            self.drop_inbound(room);
+        } else {
+            self.quarantined += pages;
+            let at = now.after(self.cfg.drain_timeout);
+            if let Some(r) = self.inbound.get_mut(&room) {
+                r.progress.patience.at = at;
+            }
+            self.timers.set(at, Timer::Inbound(room));
+        }
+    }
+
+    pub(super) fn maybe_release_inbound(&mut self, room: Room) {
+        let Some(r) = self.inbound.get(&room) else { return };
+        if r.failure.is_some() && r.is_over() {
+            let (stats, pages) = (r.progress.stats(), r.page_count());
+            self.quarantined = self.quarantined.saturating_sub(pages);
+            self.emit(room, EventKind::Released, true, stats);
+            self.drop_inbound(room);
+        }
+    }
+
+    pub(super) fn drop_inbound(&mut self, room: Room) {
+        self.timers.cancel(Timer::Inbound(room));
+        if let Some(r) = self.inbound.remove(&room) {
+            self.book.release(&r.pages);
+        }
+    }
+
+    /// The fence of a peer is complete, or its process is dead: nothing it was granted can be written any more.
+    pub(in crate::node) fn inbound_fenced(&mut self, now: Time, key: PeerKey) {
+        for room in
+            self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>()
+        {
+            let name = self.peer_name(key);
+            if let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key)) {
+                g.over = true;
+                g.copies.clear();
+                g.stopping.clear();
+            }
+            let reason = Reason::new(ReasonKind::PeerLost, format!("room {room}: peer {name} was fenced"));
+            self.fail_inbound(now, room, reason);
+            self.maybe_release_inbound(room);
+        }
+        // A fence has stopped our copies too; the driver need not report their ends.
+        self.deliveries.retain(|_, d| !matches!(d, DeliveryFor::Inbound(_, k, _) if *k == key));
+    }
+
+    /// The link of this peer started afresh: no grant that it carried can be withdrawn.
+    pub(in crate::node) fn forget_grant_numbers(&mut self, key: PeerKey) {
+        for g in self.inbound.values_mut().filter_map(|r| r.grants.get_mut(&key)) {
+            g.number = 0;
+        }
+    }
+
+    /// Rooms of which the peer never heard are expected of whoever answers in its place.
+    pub(in crate::node) fn retry_unheard_rooms(&mut self, now: Time, key: PeerKey) {
+        let rooms: Vec<Room> = self
+            .inbound
+            .iter()
+            .filter(|(_, r)| r.failure.is_none() && r.grants.contains_key(&key))
+            .map(|(room, _)| *room)
+            .collect();
+        for room in rooms {
+            let Some(r) = self.inbound.get(&room) else { continue };
+            let source = r.source.clone();
+            // All of the room's grants or none: a rank that has one would refuse a second.
+            let unheard =
+                r.grants.iter().all(|(k, g)| self.peers.get(k).is_some_and(|p| p.link.is_unheard(g.number)));
+            if !unheard {
+                continue;
+            }
+            if let Some(r) = self.inbound.get_mut(&room) {
+                for (k, g) in std::mem::take(&mut r.grants) {
+                    if let Some(p) = self.peers.get_mut(&k) {
+                        p.link.withdraw(g.number);
+                    }
+                }
+            }
+            self.resolve_room(now, room, &source);
+        }
+    }
+}

@@ -1,0 +1,228 @@
+"""Helpers for tests with several real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from rank_child import digest, fill
+
+import kvxfer as kx
+
+HERE = pathlib.Path(__file__).parent
+
+
+class Rank:
+    """A rank in a child process; a context manager that never leaves it running."""
+
+    def __init__(
+        self,
+        layout: dict[str, Any],
+        shard: dict[str, Any] | None = None,
+        *,
+        pages: int,
+        seed: int = 1,
+        alloc: str = "auto",
+        name: str = "prefill",
+        env: dict[str, str] | None = None,
+        engine_memory: bool = False,
+        **agent: Any,
+    ) -> None:
+        self.layout, self.shard = kx.PageLayout(**layout), kx.Shard(**(shard or {}))
+        self.pages, self.seed, self.alloc = pages, seed, alloc
+        self._said: list[dict[str, Any]] = []
+        self.last: dict[str, Any] = {}
+        self.child = subprocess.Popen(
+            [sys.executable, str(HERE / "rank_child.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **(env or {})},
+        )
+        try:
+            self._send(
+                dict(
+                    layout=layout,
+                    shard=shard or {},
+                    pages=pages,
+                    seed=seed,
+                    alloc=alloc,
+                    name=name,
+                    engine_memory=engine_memory,
+                    agent=agent,
+                )
+            )
+            self.address: str = self._read()["address"]
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    def _send(self, order: dict[str, Any]) -> None:
+        assert self.child.stdin is not None
+        self.child.stdin.write(json.dumps(order) + "\n")
+        self.child.stdin.flush()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.child.stdout is not None
+        line = self.child.stdout.readline()
+        assert line, f"the child process ended with {self.child.wait(10)}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def order(self, **order: Any) -> dict[str, Any]:
+        """Gives an order and waits until it was carried out."""
+        self._send(order)
+        while "done" not in (answer := self._read()):
+            self._said.append(answer)
+        found: dict[str, Any] = answer["done"]
+        return found
+
+    def push(self, room: int, pages: Any, **arguments: Any) -> int:
+        """Pushes, and returns the push's number."""
+        push: int = self.order(push=dict(room=room, pages=[int(p) for p in pages], **arguments))["push"]
+        return push
+
+    def expect(self, room: int, pages: Any, **arguments: Any) -> None:
+        self.order(expect=dict(room=room, pages=[int(p) for p in pages], **arguments))
+
+    def stats(self) -> dict[str, int]:
+        found: dict[str, int] = self.order(stats=True)["stats"]
+        return found
+
+    def event(self, room: int) -> dict[str, Any]:
+        """The next event of this room; `last` has what else was said of it."""
+        while True:
+            for i, said in enumerate(self._said):
+                if said["event"]["room"] == room:
+                    self.last = self._said.pop(i)
+                    event: dict[str, Any] = self.last["event"]
+                    return event
+            self._said.append(self._read())
+
+    def end(self, room: int) -> list[dict[str, Any]]:
+        """All events of this room until its pages are released."""
+        found = [self.event(room)]
+        while not found[-1]["released"]:
+            found.append(self.event(room))
+        return found
+
+    def more(self) -> list[dict[str, Any]]:
+        """Events that nobody has asked for, after another round trip with the child."""
+        self.stats()
+        said, self._said = self._said, []
+        return [one["event"] for one in said]
+
+    def reference(self) -> dict[tuple[int, int, str], Any]:
+        """What the child's pool held at its start, by (group, layer, part)."""
+        pool = kx.alloc(self.layout, self.shard, pages=self.pages, fabric="shm")
+        fill(pool, self.seed)
+        return {key: np.array(tensor) for key, tensor in pool.tensors.items()}
+
+    def digest(self, pages: Any) -> str:
+        """Checksum of these pages as they are now, as `rank_child.digest` has it."""
+        found: str = self.order(digest=[int(p) for p in pages])["digest"]
+        return found
+
+    def stop(self) -> None:
+        """SIGSTOP, and back when every thread has stopped."""
+        self.child.send_signal(signal.SIGSTOP)
+        eventually(lambda: _states(self.pid) == {"T"}, "the process stops")
+
+    def go_on(self) -> None:
+        self.child.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and back when the process is gone."""
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        self.child.kill()
+        self.child.wait(20)
+        self.child.stdout.close()
+        try:
+            self.child.stdin.close()
+        except BrokenPipeError:
+            pass
+
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        if self.child.poll() is None:
+            self.go_on()
+            self.child.stdin.close()
+            try:
+                self.child.wait(20)
+            except subprocess.TimeoutExpired:
+                self.child.kill()
+                raise
+            finally:
+                self.child.wait()
+        self.child.stdout.close()
+
+
+Prefill = Rank
+
+
+def _states(pid: int) -> set[str]:
+    """The states of a process's threads, as letters."""
+    tasks = pathlib.Path(f"/proc/{pid}/task")
+    return {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()}
+
+
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 10) -> None:
+    """Waits for what has no event of its own."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.002)
+
+
+def events(
+    agent: kx.Agent, until: Callable[[list[kx.Event]], bool], seconds: float = 20
+) -> list[kx.Event]:
+    """What `poll` gives until there is enough, by its descriptor."""
+    found: list[kx.Event] = []
+    deadline = time.monotonic() + seconds
+    while not until(found):
+        left = deadline - time.monotonic()
+        assert left > 0, f"not within {seconds} s: {found}"
+        select.select([agent], [], [], left)
+        found += agent.poll()
+    return found
+
+
+def released(room: int) -> Callable[[list[kx.Event]], bool]:
+    return lambda found: any(ev.room == room and ev.released for ev in found)
+
+
+def descriptors() -> dict[str, str]:
+    """The open files of this process."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            pass  # the one that lists
+    return found
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+__all__ = ["Prefill", "Rank", "descriptors", "digest", "events", "eventually", "fill", "released", "threads"]
