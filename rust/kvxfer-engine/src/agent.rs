@@ -55,6 +55,7 @@ impl Shared {
         };
         if shared.finish(event.clone()) {
             self.events.push(event);
+            shared.publish();
             for signal in lock(&self.waiters).iter() {
                 signal.raise();
             }
@@ -407,7 +408,7 @@ impl Agent {
     /// # Errors
     /// The room is unknown.
     pub fn ended(&self, room: u64) -> Result<Option<AgentEvent>, CallError> {
-        Ok(self.known(room)?.end().cloned())
+        Ok(self.known(room)?.published().cloned())
     }
 
     /// A descriptor that is readable while `poll` has something.

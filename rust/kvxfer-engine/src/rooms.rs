@@ -59,6 +59,8 @@ pub(crate) struct RoomShared {
     stage: AtomicU8,
     /// The terminal event.
     end: OnceLock<AgentEvent>,
+    /// The terminal event is in the queue.
+    published: AtomicBool,
     /// A push with `last` was ordered.
     pub(crate) last_ordered: AtomicBool,
     /// Its number, so that retracting it allows another.
@@ -75,6 +77,7 @@ impl RoomShared {
             expected,
             stage: AtomicU8::new(Stage::Bootstrapping as u8),
             end: OnceLock::new(),
+            published: AtomicBool::new(false),
             last_ordered: AtomicBool::new(false),
             last_push: AtomicU64::new(0),
             gate: Mutex::new(()),
@@ -96,28 +99,38 @@ impl RoomShared {
         self.stage.store(stage as u8, Ordering::Release);
     }
 
-    /// Records the terminal event and wakes whoever waits for it; `false` if there was one already.
+    /// Records the terminal event; `false` if there was one already. Waiters sleep on until [`RoomShared::publish`].
     pub(crate) fn finish(&self, event: AgentEvent) -> bool {
         let stage = if event.error().is_some() { Stage::Failed } else { Stage::Success };
         if self.end.set(event).is_err() {
             return false;
         }
         self.set_stage(stage);
+        true
+    }
+
+    /// Wakes whoever waits for the end. Called once the event is in the queue, so that they find it there.
+    pub(crate) fn publish(&self) {
+        self.published.store(true, Ordering::Release);
         // Waiters hold this lock only between their look and their sleep.
         drop(self.gate.lock().unwrap_or_else(PoisonError::into_inner));
         self.ended.notify_all();
-        true
     }
 
     pub(crate) fn end(&self) -> Option<&AgentEvent> {
         self.end.get()
     }
 
+    /// The terminal event, once it is in the queue.
+    pub(crate) fn published(&self) -> Option<&AgentEvent> {
+        self.end.get().filter(|_| self.published.load(Ordering::Acquire))
+    }
+
     /// Sleeps until the room has ended or the time is up.
     pub(crate) fn wait(&self, timeout: Option<Duration>) -> Option<&AgentEvent> {
         let until = timeout.map(|t| Instant::now() + t.min(Duration::from_secs(365 * 24 * 3600)));
         let mut gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
-        while self.end.get().is_none() {
+        while !self.published.load(Ordering::Acquire) {
             gate = match until {
                 None => self.ended.wait(gate).unwrap_or_else(PoisonError::into_inner),
                 Some(until) => {

@@ -131,7 +131,11 @@ impl Link {
     /// When the peer claims to have received what was never sent.
     pub fn session_up(&mut self, peer_received: u64, peer_generation: u64) -> Result<Resume, Reason> {
         if peer_generation > self.generation {
-            return Ok(Resume::PeerStartedAfresh);
+            if self.ever_handed > 0 || self.received > 0 {
+                return Ok(Resume::PeerStartedAfresh);
+            }
+            // Nothing was ever said on this link: there is nothing to void.
+            self.generation = peer_generation;
         }
         let resume_at = if peer_generation < self.generation { 0 } else { peer_received };
         if resume_at > self.ever_handed || resume_at < self.acked {
@@ -243,6 +247,8 @@ mod tests {
     fn a_peer_that_started_afresh_voids_the_link() {
         let mut link = Link::default();
         link.enqueue(Msg::Ping(1)).unwrap();
+        assert_eq!(link.session_up(0, 2).unwrap(), Resume::Resumed, "nothing was said yet");
+        assert_eq!(link.poll(), Some((1, Msg::Ping(1))));
         assert_eq!(link.session_up(0, 3).unwrap(), Resume::PeerStartedAfresh);
         assert!(!link.is_idle(), "void only once the caller has fenced");
         link.restart(3);

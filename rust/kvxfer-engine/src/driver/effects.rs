@@ -220,10 +220,14 @@ impl Driver {
             kind: event.kind,
         };
         let (terminal, over) = (out.is_terminal(), event.released && !retracted);
-        // First the queue: whoever wakes from a wait finds the event there.
-        self.shared.events.push(out.clone());
-        if terminal && let Some(shared) = self.rooms.get(&room) {
-            shared.finish(out);
+        // In this order: whoever polls the event finds the room ended, and whoever wakes from a wait finds the event.
+        let shared = self.rooms.get(&room).filter(|_| terminal);
+        if let Some(shared) = shared {
+            shared.finish(out.clone());
+        }
+        self.shared.events.push(out);
+        if let Some(shared) = shared {
+            shared.publish();
         }
         if over {
             self.rooms.remove(&room);

@@ -1,0 +1,335 @@
+"""Peers that are killed, stopped or restarted, and rooms that are cancelled while bytes flow: which pages may be
+reused, and when. docs/safety.md is what is held to account here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from two import Rank, descriptors, events, eventually, fill, released, threads
+
+import kvxfer as kx
+
+# 2,000 tokens are 125 pages of 512 KiB over all layers: 64 MB.
+BIG = dict(layers=64, kv_heads=1, head_dim=128, page_tokens=16, dtype="bfloat16", order="HND")
+SMALL = BIG | dict(layers=4)
+TOKENS, COUNT = 2000, 125
+QUICK = dict(heartbeat=0.1, suspect_after=0.5, fence_after=0.5)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A fabric, and what may be expected of it."""
+
+    fabric: str
+    tls: str | None
+    # Whether a peer that does not answer, but may live, can be fenced: the table of docs/safety.md.
+    fences: bool
+    # Seconds until a peer's death is seen.
+    death_s: float
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(fabric=self.fabric, ucx_tls=self.tls) | QUICK
+
+    def alloc(self, layout: dict[str, Any], pages: int) -> kx.Pool:
+        return kx.alloc(
+            kx.PageLayout(**layout), kx.Shard(), pages=pages, fabric=self.fabric, ucx_tls=self.tls
+        )
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(Way("shm", None, fences=True, death_s=1), id="shm"),
+        pytest.param(Way("ucx", "tcp,self", fences=True, death_s=5), id="ucx-tcp", marks=pytest.mark.ucx),
+        pytest.param(Way("ucx", "posix,self,tcp", fences=False, death_s=5), id="ucx-posix", marks=pytest.mark.ucx),
+    ]
+)
+def way(request: pytest.FixtureRequest) -> Way:
+    found: Way = request.param
+    if found.fabric == "ucx":
+        try:
+            kx.alloc(kx.PageLayout(**SMALL), kx.Shard(), pages=1, fabric="ucx", ucx_tls=found.tls)
+        except kx.FabricError as error:
+            pytest.skip(str(error))
+    return found
+
+
+def prefill(way: Way, layout: dict[str, Any], pages: int, **given: Any) -> Rank:
+    return Rank(layout, pages=pages, alloc=way.fabric, **(way.options | given))
+
+
+@dataclass
+class Decode:
+    """A decode agent of this process that knows what each byte of its pool has to be."""
+
+    way: Way
+    layout: dict[str, Any]
+    pages: int
+    seen: list[kx.Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = self.way.alloc(self.layout, self.pages)
+        fill(self.pool, 99)
+        self.views = {key: np.asarray(t).view(np.uint16) for key, t in self.pool.tensors.items()}
+        self.before = {key: view.copy() for key, view in self.views.items()}
+        self.agent = kx.Agent(
+            "decode", kx.PageLayout(**self.layout), kx.Shard(), memory=self.pool, **self.way.options
+        )
+
+    def expect(self, source: Rank, pages: np.ndarray[Any, Any], room: int | None = None, **given: Any) -> int:
+        room = kx.new_room() if room is None else room
+        tokens = len(pages) * kx.PageLayout(**self.layout).page_tokens
+        self.agent.expect(room, pages, **(dict(tokens=tokens, source=source.address) | given))
+        return room
+
+    def until(self, done: Callable[[list[kx.Event]], bool], seconds: float = 20) -> list[kx.Event]:
+        """Polls until it is done, by all events so far."""
+        if not done(self.seen):
+            self.seen += events(self.agent, lambda new: done(self.seen + new), seconds)
+        return self.seen
+
+    def of(self, room: int) -> list[kx.Event]:
+        self.seen += self.agent.poll()
+        return [ev for ev in self.seen if ev.room == room]
+
+    def failed(self, room: int, error: type[kx.KvxferError], seconds: float) -> kx.Event:
+        """The room's failure, which is its first event."""
+        self.until(lambda seen: any(ev.room == room for ev in seen), seconds)
+        event = self.of(room)[0]
+        assert (event.state, type(event.error)) == ("Failed", error), event
+        return event
+
+    def arrived(self, pages: np.ndarray[Any, Any]) -> bool:
+        """Whether a byte of these pages' first layer was written."""
+        key = min(self.views)
+        return not np.array_equal(self.views[key][pages], self.before[key][pages])
+
+    def check(
+        self,
+        source: dict[tuple[int, int, str], Any],
+        src: np.ndarray[Any, Any],
+        dst: np.ndarray[Any, Any],
+    ) -> None:
+        """These pages are the source's, and are what is expected of them from now on."""
+        for key, view in self.views.items():
+            assert np.array_equal(view[dst], source[key].view(np.uint16)[src]), key
+            self.before[key][dst] = view[dst]
+
+    def check_rest(self, *granted: np.ndarray[Any, Any]) -> None:
+        """No byte changed but in these pages."""
+        rest = np.setdiff1d(np.arange(self.pages), np.concatenate([np.empty(0, int), *granted]))
+        for key, view in self.views.items():
+            assert np.array_equal(view[rest], self.before[key][rest]), f"{key} changed outside the grants"
+
+    def ended_once(self, room: int) -> None:
+        """The room had one terminal event and one release, in this order or together."""
+        found = [(ev.state, ev.released) for ev in self.of(room)]
+        assert found in (
+            [("Success", True)],
+            [("Failed", True)],
+            [("Failed", False), ("Released", True)],
+        ), found
+
+
+@contextlib.contextmanager
+def decoding(way: Way, layout: dict[str, Any], pages: int) -> Iterator[Decode]:
+    decode = Decode(way, layout, pages)
+    with decode.agent:
+        yield decode
+        # Every room has ended, so nothing can be left.
+        stats = decode.agent.stats()
+        assert (stats["inbound"], stats["granted_pages"], stats["quarantined_pages"]) == (0, 0, 0)
+        assert decode.agent.close() == []
+
+
+def hand_off(decode: Decode, source: Rank, src: Any, dst: Any) -> None:
+    room = decode.expect(source, dst)
+    source.push(room, src, tokens=len(dst) * 16)
+    decode.until(released(room))
+    decode.ended_once(room)
+    assert decode.of(room)[0].state == "Success"
+    decode.check(source.reference(), src, dst)
+    assert source.end(room) == [dict(room=room, state="Success", released=True, error=None)]
+
+
+@pytest.mark.parametrize("flowing", [False, True], ids=["waiting", "flowing"])
+def test_prefill_is_killed(way: Way, flowing: bool) -> None:
+    """While its push is awaited, and in the middle of it."""
+    layout = BIG if flowing else SMALL
+    rng = np.random.default_rng(5)
+    pages = 2 * COUNT
+    with (
+        prefill(way, layout, pages, seed=1, name="other") as other,
+        decoding(way, layout, pages) as decode,
+    ):
+        one, two, *_ = np.split(rng.permutation(pages)[:240], [100, 120])
+        hand_off(decode, other, np.arange(20), two)
+        doomed = prefill(way, layout, pages, seed=2, name="doomed")
+        with doomed:
+            eventually(lambda: decode.agent.stats()["connections"] == 1, "only the other is connected")
+            files, count = descriptors(), threads()
+            beside = decode.expect(other, two)
+            room = decode.expect(doomed, one)
+            if flowing:
+                doomed.push(room, np.arange(100), tokens=1600, last=False)
+                eventually(lambda: decode.arrived(one), "the first byte")
+            else:
+                eventually(lambda: decode.agent.state(room) == "Waiting", "the grant is out")
+            began = time.monotonic()
+            doomed.child.kill()
+            failure = decode.failed(room, kx.PeerLost, way.death_s)
+            assert "doomed" in str(failure.error)
+            decode.until(released(room), way.death_s)
+            assert time.monotonic() - began < way.death_s
+            doomed.child.wait(20)
+        decode.ended_once(room)
+        decode.check_rest(one)
+        # The room beside it knows nothing of that.
+        assert decode.agent.state(beside) == "Waiting"
+        other.push(beside, np.arange(30, 50), tokens=320)
+        decode.until(released(beside))
+        decode.ended_once(beside)
+        decode.check(other.reference(), np.arange(30, 50), two)
+        assert other.end(beside)[-1]["state"] == "Success"
+        # Its pages are another room's now, and nothing comes late.
+        hand_off(decode, other, np.arange(100, 200), one)
+        decode.check_rest()
+        eventually(lambda: len(descriptors()) <= len(files) - 1, "files are closed")
+        gone = {fd for fd in descriptors() if fd not in files}
+        assert not gone, {fd: descriptors()[fd] for fd in gone}
+        assert threads() == count
+
+
+def test_decode_is_killed_while_prefill_pushes(way: Way) -> None:
+    pages = 2 * COUNT
+    pool = way.alloc(BIG, pages)
+    fill(pool, 3)
+    layout = kx.PageLayout(**BIG)
+    with (
+        kx.Agent("prefill", layout, kx.Shard(), memory=pool, **way.options) as agent,
+        prefill(way, BIG, pages, name="doomed") as doomed,
+    ):
+        room, seen = kx.new_room(), []
+        doomed.expect(room, np.arange(COUNT), tokens=TOKENS, source=agent.address)
+        eventually(lambda: agent.state(room) is not None or agent.stats()["outbound"] == 1, "the grant")
+        agent.push(room, np.arange(COUNT), tokens=TOKENS, last=False)
+        eventually(lambda: agent.state(room) == "Transferring", "bytes flow")
+        doomed.child.kill()
+        seen = events(agent, released(room), way.death_s)
+        doomed.child.wait(20)
+        assert (seen[0].room, seen[0].state, type(seen[0].error)) == (room, "Failed", kx.PeerLost)
+        assert "doomed" in str(seen[0].error)
+        assert [ev.state for ev in seen[1:]] == ([] if seen[0].released else ["Released"])
+        with prefill(way, BIG, pages, name="next") as successor:
+            room = kx.new_room()
+            successor.expect(room, np.arange(COUNT), tokens=TOKENS, source=agent.address)
+            agent.push(room, np.arange(COUNT)[::-1].copy(), tokens=TOKENS)
+            assert successor.end(room)[-1]["state"] == "Success"
+            (sent,) = events(agent, released(room))
+            assert (sent.state, sent.released) == ("Success", True)
+        stats = agent.stats()
+        assert (stats["outbound"], stats["deliveries"], stats["quarantined_pages"]) == (0, 0, 0)
+        assert agent.close() == []
+
+
+@pytest.mark.parametrize("in_use", [False, True], ids=["idle", "granted"])
+def test_prefill_restarts_on_the_same_port(way: Way, in_use: bool) -> None:
+    dst = np.arange(20, 40)
+    with decoding(way, SMALL, 64) as decode, contextlib.ExitStack() as stack:
+        first = stack.enter_context(prefill(way, SMALL, 64, seed=1))
+        hand_off(decode, first, np.arange(20), dst)
+        stale = decode.expect(first, dst) if in_use else None
+        if stale is not None:
+            eventually(lambda: decode.agent.state(stale) == "Waiting", "the grant is out")
+        first.child.kill()
+        first.child.wait(20)
+        second = stack.enter_context(prefill(way, SMALL, 64, seed=2, listen=first.address))
+        assert second.address == first.address
+        if stale is not None:
+            second.push(stale, np.arange(20), tokens=320, bootstrap_timeout=0.2)
+            decode.failed(stale, kx.PeerLost, way.death_s)
+            decode.until(released(stale), way.death_s)
+            decode.ended_once(stale)
+            decode.check_rest()
+            assert second.end(stale)[-1]["error"] is None or True
+        hand_off(decode, second, np.arange(20, 40), dst)
+        decode.check_rest()
+
+
+def test_prefill_is_stopped_beyond_the_fence_and_goes_on(way: Way) -> None:
+    dst, more = np.arange(20, 40), np.arange(40, 50)
+    with decoding(way, SMALL, 64) as decode, prefill(way, SMALL, 64) as peer:
+        hand_off(decode, peer, np.arange(20), dst)
+        room = decode.expect(peer, dst)
+        eventually(lambda: decode.agent.state(room) == "Waiting", "the grant is out")
+        peer.stop()
+        failure = decode.failed(room, kx.PeerLost, 5)
+        if way.fences:
+            decode.until(released(room), 5)
+        else:
+            # No fence: quarantine, for as long as the peer does not answer.
+            assert not failure.released
+            eventually(lambda: decode.agent.stats()["quarantined_pages"] == len(dst), "quarantine")
+            time.sleep(0.3)  # nothing is to happen, which has no event
+            assert [ev.released for ev in decode.of(room)] == [False]
+            other = decode.expect(peer, dst)
+            assert decode.failed(other, kx.PageError, 5).released, "pages in quarantine are not granted"
+        peer.go_on()
+        decode.until(released(room), 5)
+        decode.ended_once(room)
+        decode.check_rest()
+        # It works again, soon: rooms that come too early say so and are tried again.
+        reference, deadline = peer.reference(), time.monotonic() + 5
+        while True:
+            again = decode.expect(peer, more)
+            peer.push(again, np.arange(10), tokens=160)
+            decode.until(released(again), 5)
+            decode.ended_once(again)
+            ended = peer.end(again)
+            if decode.of(again)[0].state == "Success":
+                assert ended[-1]["state"] == "Success"
+                break
+            assert isinstance(decode.of(again)[0].error, kx.PeerLost)
+            assert time.monotonic() < deadline, decode.of(again)[0].error
+        decode.check(reference, np.arange(10), more)
+        decode.check_rest()
+
+
+def test_decode_cancels_while_bytes_flow(way: Way) -> None:
+    pages = 2 * COUNT
+    rng = np.random.default_rng(8)
+    with decoding(way, BIG, pages) as decode, prefill(way, BIG, pages) as peer:
+        reference = peer.reference()
+        cancelled = 0
+        for delay in (0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.04):
+            dst, src = rng.permutation(pages)[:COUNT], rng.permutation(pages)
+            room = decode.expect(peer, dst)
+            peer.push(room, src[:COUNT], tokens=TOKENS)
+            time.sleep(delay)  # that is what is tested
+            with contextlib.suppress(kx.UnknownRoom):
+                decode.agent.cancel(room)
+            decode.until(released(room), 10)
+            # At once: the pages are another room's, with other bytes.
+            second = decode.expect(peer, dst)
+            peer.push(second, src[COUNT:], tokens=TOKENS)
+            decode.until(released(second), 10)
+            decode.check(reference, src[COUNT:], dst)
+            decode.check_rest()
+            for number in (room, second):
+                decode.ended_once(number)
+                ended = [(ev["state"], ev["released"]) for ev in peer.end(number)]
+                assert ended in ([("Success", True)], [("Failed", True)], [("Failed", False), ("Released", True)])
+                assert ended[0][0] == decode.of(number)[0].state
+            assert decode.of(second)[0].state == "Success"
+            cancelled += decode.of(room)[0].state == "Failed"
+        assert cancelled > 0
+        assert peer.more() == []
+        stats = peer.stats()
+        assert (stats["outbound"], stats["deliveries"]) == (0, 0)
