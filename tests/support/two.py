@@ -10,10 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from rank_child import digest, fill
 
 import kvxfer as kx
@@ -41,6 +40,7 @@ class Rank:
         self.pages, self.seed, self.alloc = pages, seed, alloc
         self._said: list[dict[str, Any]] = []
         self.last: dict[str, Any] = {}
+        self._reference: kx.Pool | None = None
         self.child = subprocess.Popen(
             [sys.executable, str(HERE / "rank_child.py")],
             stdin=subprocess.PIPE,
@@ -50,16 +50,16 @@ class Rank:
         )
         try:
             self._send(
-                dict(
-                    layout=layout,
-                    shard=shard or {},
-                    pages=pages,
-                    seed=seed,
-                    alloc=alloc,
-                    name=name,
-                    engine_memory=engine_memory,
-                    agent=agent,
-                )
+                {
+                    "layout": layout,
+                    "shard": shard or {},
+                    "pages": pages,
+                    "seed": seed,
+                    "alloc": alloc,
+                    "name": name,
+                    "engine_memory": engine_memory,
+                    "agent": agent,
+                }
             )
             self.address: str = self._read()["address"]
         except BaseException:
@@ -125,11 +125,12 @@ class Rank:
         said, self._said = self._said, []
         return [one["event"] for one in said]
 
-    def reference(self) -> dict[tuple[int, int, str], Any]:
+    def reference(self) -> Mapping[tuple[int, int, str], Any]:
         """What the child's pool held at its start, by (group, layer, part)."""
-        pool = kx.alloc(self.layout, self.shard, pages=self.pages, fabric="shm")
-        fill(pool, self.seed)
-        return {key: np.array(tensor) for key, tensor in pool.tensors.items()}
+        if self._reference is None:
+            self._reference = kx.alloc(self.layout, self.shard, pages=self.pages, fabric="shm")
+            fill(self._reference, self.seed)
+        return self._reference.tensors
 
     def digest(self, pages: Any) -> str:
         """Checksum of these pages as they are now, as `rank_child.digest` has it."""
@@ -184,17 +185,15 @@ def _states(pid: int) -> set[str]:
     return {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()}
 
 
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 10) -> None:
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 10, pause: float = 0.002) -> None:
     """Waits for what has no event of its own."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.002)
+        time.sleep(pause)
 
 
-def events(
-    agent: kx.Agent, until: Callable[[list[kx.Event]], bool], seconds: float = 20
-) -> list[kx.Event]:
+def events(agent: kx.Agent, until: Callable[[list[kx.Event]], bool], seconds: float = 20) -> list[kx.Event]:
     """What `poll` gives until there is enough, by its descriptor."""
     found: list[kx.Event] = []
     deadline = time.monotonic() + seconds

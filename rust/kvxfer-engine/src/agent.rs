@@ -72,7 +72,7 @@ impl Shared {
             let (room, shared) = match order {
                 Order::Expect(e, shared) => (e.room, shared),
                 Order::Open(room, _, _, shared) => (room, shared),
-                Order::Push(p, shared) => (p.room, shared),
+                Order::Push(p, shared, _) => (p.room, shared),
                 Order::Retract(..) | Order::Cancel(_) | Order::Evict(_) | Order::Close => continue,
             };
             self.fail_room(room, &shared, &reason, true, crate::driver::now().0);
@@ -308,11 +308,11 @@ impl Agent {
             layers: order.layers,
             last,
             meta: order.meta,
-            ready: true,
+            ready: order.ready.is_none(),
             bootstrap_timeout: order.bootstrap_timeout,
             waiting_timeout: order.timeout,
         };
-        if let Err(e) = self.submit(Order::Push(Box::new(push), Arc::clone(&shared))) {
+        if let Err(e) = self.submit(Order::Push(Box::new(push), Arc::clone(&shared), order.ready)) {
             let mut table = lock(&self.table);
             // Another push may have found the entry meanwhile, and its order gone through.
             if new && Arc::strong_count(&shared) == 2 {

@@ -14,11 +14,11 @@ use crate::rooms::RoomShared;
 use crate::sched::Scheduler;
 use crate::stats::Stats;
 use directory::Directory;
-use kvxfer_fabric::{Completion, Piece};
+use kvxfer_fabric::{Completion, Piece, ReadySignal};
 use kvxfer_proto::handshake::Secret;
 use kvxfer_proto::msg::{RegionShape, Role};
 use kvxfer_proto::node::{DeliveryId, Node, PeerKey, Stage};
-use kvxfer_proto::{Incarnation, Reason, ReasonKind, Room, SessionNo, Time};
+use kvxfer_proto::{Incarnation, PushId, Reason, ReasonKind, Room, SessionNo, Time};
 use peers::PeerIo;
 use rustix::fd::AsFd;
 use std::collections::{BTreeSet, HashMap};
@@ -30,7 +30,7 @@ use std::time::Duration;
 const ORDERS_PER_TURN: usize = 64;
 /// Slices that may be in flight to one peer: bounds what a drain has to wait for.
 const SLICES_IN_FLIGHT: usize = 8;
-/// Longest sleep while writes are in flight.
+/// Longest sleep while writes are in flight or pages are not ready.
 const IN_FLIGHT_NAP: Duration = Duration::from_micros(50);
 /// Statistics are published at most this often.
 const STATS_EVERY_US: u64 = 2_000;
@@ -47,6 +47,8 @@ pub(crate) struct Driver {
     directory: Directory,
     peers: HashMap<PeerKey, PeerIo>,
     rooms: HashMap<Room, Arc<RoomShared>>,
+    /// Pushes whose pages may not be read yet.
+    signals: Vec<(Room, PushId, Arc<dyn ReadySignal>)>,
     /// When this side moved the first byte of a room.
     first_write: HashMap<Room, u64>,
     /// Who is told of a flush.
@@ -161,6 +163,7 @@ impl Driver {
             directory,
             peers: HashMap::new(),
             rooms: HashMap::new(),
+            signals: Vec::new(),
             first_write: HashMap::new(),
             tickets: HashMap::new(),
             fences: HashMap::new(),
@@ -234,6 +237,7 @@ impl Driver {
             self.control_event(now, event);
         }
         busy |= self.progress_fabrics(now);
+        busy |= self.check_signals(now);
         if self.node.poll_timeout().is_some_and(|t| t <= now) {
             self.node.handle_timeout(now);
         }
@@ -275,8 +279,8 @@ impl Driver {
         let timers = [self.node.poll_timeout(), handshakes, retry, self.closing];
         let next = timers.into_iter().flatten().min();
         let mut wait = next.map(|t| Duration::from_micros(t.since_us(now)));
-        if !self.tickets.is_empty() {
-            // Not every transport has an event for the end of a send (UCX's shared memory has none).
+        if !self.tickets.is_empty() || !self.signals.is_empty() {
+            // Not every transport has an event for the end of a send (UCX's shared memory has none), nor has a GPU's.
             wait = Some(wait.map_or(IN_FLIGHT_NAP, |w| w.min(IN_FLIGHT_NAP)));
         }
         // Before the look at the queue: an order that comes after it raises the signal anew.
@@ -310,10 +314,13 @@ impl Driver {
                     self.rooms.insert(room, shared);
                     self.node.handle_open(now, room, bootstrap, waiting);
                 }
-                Order::Push(push, shared) => {
+                Order::Push(push, shared, ready) => {
                     // A room that is over here keeps no entry: its caller has had its events.
                     if shared.end().is_none() && self.rooms.insert(push.room, shared).is_none() {
                         self.node.handle_anew(push.room);
+                    }
+                    if let Some(signal) = ready {
+                        self.signals.push((push.room, push.id, signal));
                     }
                     self.node.handle_push(now, *push);
                 }
@@ -332,6 +339,25 @@ impl Driver {
             }
         }
         any
+    }
+
+    /// Asks whether pages that were not ready are.
+    fn check_signals(&mut self, now: Time) -> bool {
+        let before = self.signals.len();
+        let node = &mut self.node;
+        self.signals.retain(|(room, push, signal)| match signal.is_ready() {
+            Ok(false) => node.is_pushing(*room),
+            Ok(true) => {
+                node.handle_push_ready(now, *room, *push);
+                false
+            }
+            Err(e) => {
+                let text = format!("room {room}: push {}: its pages never became ready: {e}", push.0);
+                node.handle_cancel(now, *room, Reason::new(ReasonKind::FabricError, text));
+                false
+            }
+        });
+        self.signals.len() != before
     }
 
     fn progress_fabrics(&mut self, now: Time) -> bool {

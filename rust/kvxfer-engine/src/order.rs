@@ -1,5 +1,6 @@
 //! What callers say, and why they are refused.
 
+use kvxfer_fabric::ReadySignal;
 use kvxfer_proto::Reason;
 use kvxfer_proto::msg::Verify;
 use std::sync::Arc;
@@ -100,6 +101,8 @@ pub struct PushOrder {
     pub last: bool,
     /// For decode.
     pub meta: Option<Arc<[u8]>>,
+    /// What has to happen before the pages may be read; nothing if they hold their bytes already.
+    pub ready: Option<Arc<dyn ReadySignal>>,
     /// Until decode is in contact.
     pub bootstrap_timeout: Option<Duration>,
     /// Without progress after that.

@@ -5,6 +5,7 @@
 
 use crate::rooms::{AgentEvent, RoomShared};
 use crossbeam_queue::{ArrayQueue, SegQueue};
+use kvxfer_fabric::ReadySignal;
 use kvxfer_proto::node::{Expect, Push};
 use kvxfer_proto::{PushId, Room};
 use rustix::event::EventfdFlags;
@@ -18,7 +19,7 @@ use std::time::Duration;
 pub(crate) enum Order {
     Expect(Box<Expect>, Arc<RoomShared>),
     Open(Room, Option<Duration>, Option<Duration>, Arc<RoomShared>),
-    Push(Box<Push>, Arc<RoomShared>),
+    Push(Box<Push>, Arc<RoomShared>, Option<Arc<dyn ReadySignal>>),
     Retract(Room, PushId),
     Cancel(Room),
     Evict(String),

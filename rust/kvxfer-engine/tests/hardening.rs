@@ -11,10 +11,12 @@
 mod support;
 
 use kvxfer_engine::{Agent, AgentConfig, CallError, FabricChoice, WaitError};
+use kvxfer_fabric::{FabricError, ReadySignal};
 use kvxfer_proto::ReasonKind;
 use kvxfer_proto::node::EventKind;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use support::{LIMIT, Party, expect, party, push, side};
@@ -277,4 +279,61 @@ fn failing_starts_and_strangers_leave_no_descriptor() {
         let _ = s.read_to_end(&mut Vec::new());
     }
     eventually("nothing is left", || descriptors() <= before && p.agent.stats().connections == 0);
+}
+
+/// A GPU's event, played by a flag.
+#[derive(Debug, Default)]
+struct Flag {
+    set: AtomicBool,
+    fails: bool,
+}
+
+impl ReadySignal for Flag {
+    fn is_ready(&self) -> Result<bool, FabricError> {
+        if self.fails {
+            return Err(FabricError::Os { call: "event query", why: "the device is lost".to_owned() });
+        }
+        Ok(self.set.load(Ordering::SeqCst))
+    }
+}
+
+#[test]
+fn pages_that_are_not_ready_are_not_read_and_their_success_waits() {
+    let (mut p, mut d) = (shm("p"), shm("d"));
+    p.memory.fill(|_| 1);
+    let flag = Arc::new(Flag::default());
+    let mut order = push(1, &[3], 0, 16);
+    order.ready = Some(Arc::clone(&flag) as Arc<dyn ReadySignal>);
+    p.agent.push(order).unwrap();
+    d.agent.expect(expect(1, &[4], 0, 16, p.agent.address())).unwrap();
+    // Another room passes it.
+    d.agent.expect(expect(2, &[5], 0, 16, p.agent.address())).unwrap();
+    p.agent.push(push(2, &[5], 0, 16)).unwrap();
+    d.succeeds(2);
+    p.succeeds(2);
+    assert!(d.memory.page(0, 4).iter().all(|b| *b == 0), "nothing was sent early");
+    // The kernel that fills the pages ends after the push was ordered.
+    p.memory.fill(|_| 7);
+    flag.set.store(true, Ordering::SeqCst);
+    d.succeeds(1);
+    p.succeeds(1);
+    assert!(d.memory.page(0, 4).iter().all(|b| *b == 7));
+}
+
+#[test]
+fn a_signal_that_fails_or_outlives_its_room_ends_with_it() {
+    let mut p = shm("p");
+    let mut order = push(1, &[3], 0, 16);
+    order.ready = Some(Arc::new(Flag { fails: true, ..Flag::default() }));
+    p.agent.push(order).unwrap();
+    let reason = p.fails(1);
+    assert_eq!(reason.kind, ReasonKind::FabricError);
+    assert!(reason.text.contains("the device is lost"), "{}", reason.text);
+    let flag: Arc<dyn ReadySignal> = Arc::new(Flag::default());
+    let mut order = push(2, &[3], 0, 16);
+    order.ready = Some(Arc::clone(&flag));
+    p.agent.push(order).unwrap();
+    p.agent.cancel(2).unwrap();
+    p.fails(2);
+    eventually("the thread lets go of the signal", || Arc::strong_count(&flag) == 1);
 }

@@ -15,7 +15,7 @@ pub mod ucx;
 pub use error::FabricError;
 pub use kvxfer_proto::msg::MemKind;
 pub use kvxfer_proto::plan::Piece;
-pub use memory::{Backing, RegionSpan};
+pub use memory::{Backing, ReadySignal, RegionSpan};
 
 use std::os::fd::BorrowedFd;
 

@@ -31,3 +31,13 @@ pub struct RegionSpan {
     /// The allocation of ours that the region lies in, if it does.
     pub backing: Option<Arc<dyn Backing>>,
 }
+
+/// What has to happen before a push's pages may be read: on GPUs an event that the engine recorded after the kernel that
+/// fills them. The transfer thread asks between slices, and posts nothing of the push before the answer is yes.
+pub trait ReadySignal: Send + Sync + std::fmt::Debug {
+    /// Whether it has happened. Must not block.
+    ///
+    /// # Errors
+    /// It never will; the push's room fails.
+    fn is_ready(&self) -> Result<bool, crate::FabricError>;
+}

@@ -12,6 +12,9 @@ use std::collections::VecDeque;
 /// Unacknowledged messages a link may hold before the peer counts as lost.
 pub const OUTBOX_LIMIT: usize = 1 << 20;
 
+/// How far a peer's generation may be ahead of ours; each fence is one, so no honest peer comes near.
+const GENERATIONS_AHEAD: u64 = 1 << 32;
+
 /// Received messages after which an acknowledgement is due at once.
 const ACK_EVERY: u64 = 16;
 
@@ -130,6 +133,15 @@ impl Link {
     /// # Errors
     /// When the peer claims to have received what was never sent.
     pub fn session_up(&mut self, peer_received: u64, peer_generation: u64) -> Result<Resume, Reason> {
+        if peer_generation.saturating_sub(self.generation) > GENERATIONS_AHEAD {
+            return Err(Reason::new(
+                ReasonKind::ProtocolError,
+                format!(
+                    "the peer is in link generation {peer_generation}, and this side in {}",
+                    self.generation
+                ),
+            ));
+        }
         if peer_generation > self.generation {
             if self.ever_handed > 0 || self.received > 0 {
                 return Ok(Resume::PeerStartedAfresh);

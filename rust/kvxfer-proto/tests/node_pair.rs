@@ -2,145 +2,11 @@
 
 mod sim;
 
-use kvxfer_proto::msg::Verify;
-use kvxfer_proto::node::{Config, EventKind, Expect, Mover, Push, Source};
-use kvxfer_proto::{DType, Kind, Order, PageLayout, PushId, Reason, ReasonKind, Room, Shard, Side};
-use sim::{Net, page_tag};
+use kvxfer_proto::node::{Config, EventKind, Mover};
+use kvxfer_proto::{PushId, Reason, ReasonKind};
+use sim::rooms::{BOTH, SECOND, assert_arrived, assert_contract, expect, failure, fill, net, push, room};
 use std::sync::Arc;
 use std::time::Duration;
-
-const BOTH: [Mover; 2] = [Mover::Sender, Mover::Receiver];
-const SECOND: u64 = 1_000_000;
-
-fn side(tp_rank: u32, tp_size: u32) -> Side {
-    let layout = PageLayout {
-        layers: 2,
-        kv_heads: 4,
-        head_dim: 2,
-        page_tokens: 4,
-        dtype: DType::Uint8,
-        order: Order::Hnd,
-        kind: Kind::Kv,
-    };
-    Side { groups: vec![layout], shard: Shard { tp_rank, tp_size, pp_rank: 0, pp_size: 1 } }
-}
-
-fn room(n: u64) -> Room {
-    Room::new(n).unwrap()
-}
-
-fn ids(v: &[u32]) -> Vec<Arc<[u32]>> {
-    vec![Arc::from(v)]
-}
-
-fn expect(r: u64, pages: &[u32], tokens: (u64, u64)) -> Expect {
-    Expect {
-        room: room(r),
-        pages: ids(pages),
-        tokens,
-        source: Source { address: "dir".into(), dp_rank: 0 },
-        verify: Verify::Off,
-        bootstrap_timeout: None,
-        waiting_timeout: None,
-    }
-}
-
-fn push(r: u64, id: u64, pages: &[u32], tokens: (u64, u64)) -> Push {
-    Push {
-        room: room(r),
-        id: PushId(id),
-        pages: ids(pages),
-        tokens,
-        layers: None,
-        last: true,
-        meta: None,
-        ready: true,
-        bootstrap_timeout: None,
-        waiting_timeout: None,
-    }
-}
-
-/// Prefill 0..tp_p, then decode: the net, and the index of the first decode rank.
-fn net(seed: u64, mover: Mover, tp_p: u32, tp_d: u32) -> (Net, usize) {
-    let mut net = Net::new(seed, mover);
-    for r in 0..tp_p {
-        net.add(&format!("prefill-{r}"), Config::default(), side(r, tp_p), 32);
-    }
-    for r in 0..tp_d {
-        net.add(&format!("decode-{r}"), Config::default(), side(r, tp_d), 32);
-    }
-    net.directory.insert("dir".into(), (0..tp_p as usize).collect());
-    (net, tp_p as usize)
-}
-
-/// Writes the room's tokens into pages of a node: the value depends on room, layer, part, head, token and element.
-fn fill(net: &mut Net, node: usize, r: u64, pages: &[u32], first: u64, tokens: std::ops::Range<u64>) {
-    each(net, node, pages, first, tokens, |byte, tag| *byte = page_tag(room(r), tag.0, tag.1));
-}
-
-fn each(
-    net: &mut Net,
-    node: usize,
-    pages: &[u32],
-    first: u64,
-    tokens: std::ops::Range<u64>,
-    mut f: impl FnMut(&mut u8, (u64, u64)),
-) {
-    let n = &mut net.nodes[node];
-    let s = n.side.clone();
-    let layout = s.groups[0];
-    let heads = s.shard.heads(&layout).unwrap();
-    let count = u64::from(heads.end - heads.start);
-    let (pt, dim) = (u64::from(layout.page_tokens), u64::from(layout.head_dim));
-    for (i, shape) in s.regions(&n.page_counts).unwrap().iter().enumerate() {
-        for t in tokens.clone() {
-            let page = u64::from(pages[(t / pt - first / pt) as usize]);
-            for h in 0..count {
-                for d in 0..dim {
-                    let off = ((page * count + h) * pt + t % pt) * dim + d;
-                    let tag = (u64::from(shape.layer) << 8)
-                        | (u64::from(shape.part) << 4)
-                        | (u64::from(heads.start) + h);
-                    f(&mut n.memory[i][off as usize], (t, tag * 16 + d));
-                }
-            }
-        }
-    }
-}
-
-fn assert_arrived(
-    net: &mut Net,
-    node: usize,
-    r: u64,
-    pages: &[u32],
-    first: u64,
-    tokens: std::ops::Range<u64>,
-) {
-    let mut wrong = 0;
-    each(net, node, pages, first, tokens, |byte, tag| {
-        wrong += u32::from(*byte != page_tag(room(r), tag.0, tag.1))
-    });
-    assert_eq!(wrong, 0, "bytes of room {r} at node {node}");
-}
-
-/// Exactly one terminal event, exactly one release, and no write on a page that was not granted.
-fn assert_contract(net: &Net, node: usize, r: u64) -> bool {
-    assert_eq!(net.violations, Vec::<String>::new());
-    let events: Vec<_> = net.nodes[node].events.iter().filter(|e| e.room == room(r)).collect();
-    let terminal =
-        events.iter().filter(|e| matches!(e.kind, EventKind::Success | EventKind::Failed(_))).count();
-    let released = events.iter().filter(|e| e.released && !matches!(e.kind, EventKind::Retracted(_))).count();
-    assert_eq!((terminal, released), (1, 1), "events of room {r} at {}: {events:?}", net.nodes[node].name);
-    events.iter().any(|e| e.kind == EventKind::Success)
-}
-
-fn failure(net: &Net, node: usize, r: u64) -> Reason {
-    let found = net.events_of(node, room(r)).into_iter().find_map(|e| match e {
-        EventKind::Failed(reason) => Some(reason.clone()),
-        _ => None,
-    });
-    found.expect("a failure")
-}
 
 #[test]
 fn hand_off_works_whichever_side_comes_first() {
@@ -285,7 +151,7 @@ fn case_11_cancel_under_a_write_releases_after_its_last_byte() {
             net.order(d, |n, now| n.handle_expect(now, expect(1, &pages, (0, 48))));
             net.run_until(cancel_at);
             net.order(d, |n, now| {
-                n.handle_cancel(now, room(1), Reason::new(ReasonKind::Cancelled, "by hand"))
+                n.handle_cancel(now, room(1), Reason::new(ReasonKind::Cancelled, "by hand"));
             });
             // Whenever the pages are free they are granted to another room at once.
             let mut granted = false;
@@ -362,7 +228,7 @@ fn lost_sessions_change_nothing_but_the_time() {
                 for _ in 0..4 {
                     let t = net.now + 20 + net.rng.below(400);
                     net.run_until(t);
-                    let i = net.rng.below(2) as usize;
+                    let i = usize::from(net.rng.below(2) == 1);
                     net.cut_session(i, d, late);
                 }
                 net.run_until(5 * SECOND);
@@ -388,7 +254,7 @@ fn case_17_a_restarted_peer_is_another_and_the_next_room_works() {
             // Either it had succeeded, or it failed (or waits for the successor, which never pushes it).
             if net.nodes[d].events.is_empty() {
                 net.order(d, |n, now| {
-                    n.handle_cancel(now, room(1), Reason::new(ReasonKind::Cancelled, "given up"))
+                    n.handle_cancel(now, room(1), Reason::new(ReasonKind::Cancelled, "given up"));
                 });
                 net.run_until(net.now + SECOND);
             }
@@ -549,14 +415,14 @@ fn random_faults_never_break_the_contract() {
             let victim = room(1 + net.rng.below(next_room));
             match net.rng.below(12) {
                 0 | 1 => {
-                    let i = net.rng.below(2) as usize;
+                    let i = usize::from(net.rng.below(2) == 1);
                     net.cut_session(i, d, seed % 3 == 0);
                 }
                 2 => net.order(d, |n, now| {
                     n.handle_cancel(now, victim, Reason::new(ReasonKind::Cancelled, "random"));
                 }),
                 3 => {
-                    let i = net.rng.below(2) as usize;
+                    let i = usize::from(net.rng.below(2) == 1);
                     net.order(i, |n, now| {
                         n.handle_cancel(now, victim, Reason::new(ReasonKind::Cancelled, "random"));
                     });

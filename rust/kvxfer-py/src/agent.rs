@@ -275,6 +275,7 @@ impl Agent {
             layers: layers.map(|Layers(first, end)| (first, end)),
             last,
             meta: meta.map(|meta| Arc::from(&*meta)),
+            ready: None,
             bootstrap_timeout: bootstrap_timeout.map(|s| s.0),
             timeout: timeout.map(|s| s.0),
         };

@@ -205,6 +205,7 @@ pub fn push(room: u64, pages: &[u32], start: u64, tokens: u64) -> PushOrder {
         layers: None,
         last: true,
         meta: None,
+        ready: None,
         bootstrap_timeout: None,
         timeout: None,
     }

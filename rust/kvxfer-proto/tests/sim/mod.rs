@@ -4,17 +4,21 @@
 //! frames keep their order within a session only, writes land some time after they were posted, and every write
 //! that lands is checked against the receiver's page book.
 
-#![allow(dead_code, unreachable_pub, clippy::cast_possible_truncation, clippy::arithmetic_side_effects)]
+#![allow(dead_code, unreachable_pub)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::cast_possible_truncation)]
 
-use kvxfer_proto::msg::Frame;
+mod data;
+pub mod rooms;
+pub mod solo;
+
+use data::{Running, Write};
+use kvxfer_proto::msg::{Frame, Msg};
 use kvxfer_proto::node::{
-    Action, Config, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Mover, Node, PeerKey,
-    Push, RankInfo, SessionUp, Source,
+    Action, Config, DeliveryId, Direction, Event, EventKind, Mover, Node, PeerKey, Push, RankInfo, SessionUp,
+    Source,
 };
-use kvxfer_proto::plan::{Cursor, Piece, Template};
-use kvxfer_proto::{Incarnation, Reason, ReasonKind, Room, SessionNo, Side, Time};
+use kvxfer_proto::{Incarnation, Room, SessionNo, Side, Time};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
 /// A small seeded generator: the same seed gives the same run.
 #[derive(Clone)]
@@ -43,7 +47,6 @@ pub struct SimNode {
     pub memory: Vec<Vec<u8>>,
     pub events: Vec<Event>,
     pub stopped: bool,
-    pub alive: bool,
     held: Vec<What>,
     running: BTreeMap<DeliveryId, Running>,
     connecting: BTreeSet<PeerKey>,
@@ -53,55 +56,15 @@ pub struct SimNode {
     attached_epoch: BTreeMap<PeerKey, u64>,
 }
 
-struct Running {
-    delivery: Delivery,
-    pieces: Vec<Piece>,
-    next: usize,
-    in_flight: usize,
-    aborted: bool,
-    own_epoch: u64,
-}
-
 #[derive(Clone)]
 enum What {
-    Frame {
-        to: usize,
-        from: PeerKey,
-        frame: Frame,
-    },
-    SessionDown {
-        to: usize,
-        key: PeerKey,
-        session: SessionNo,
-    },
-    Connect {
-        from: usize,
-        key: PeerKey,
-    },
-    Resolve {
-        from: usize,
-        source: Source,
-    },
-    Post {
-        node: usize,
-        incarnation: Incarnation,
-        id: DeliveryId,
-    },
-    Land {
-        node: usize,
-        incarnation: Incarnation,
-        id: DeliveryId,
-        key: PeerKey,
-        room: Room,
-        push: kvxfer_proto::PushId,
-        epoch: u64,
-        bytes: Vec<(Piece, Vec<u8>)>,
-    },
-    Fenced {
-        node: usize,
-        key: PeerKey,
-    },
-    Order(usize, fn(&mut Node, Time, Room), Room),
+    Frame { to: usize, from: PeerKey, frame: Frame },
+    SessionDown { to: usize, key: PeerKey, session: SessionNo },
+    Connect { from: usize, key: PeerKey },
+    Resolve { from: usize, source: Source },
+    Post { node: usize, incarnation: Incarnation, id: DeliveryId },
+    Land(Write),
+    Fenced { node: usize, key: PeerKey },
 }
 
 /// The network, the nodes and the clock.
@@ -110,16 +73,18 @@ pub struct Net {
     pub nodes: Vec<SimNode>,
     pub mover: Mover,
     pub rng: Rng,
-    /// Microseconds: control frames, a posted write, the pause between two posts.
+    /// Microseconds, at least and at most: a control frame on its way.
     pub control_us: (u64, u64),
+    /// The same for a posted write, for the pause between two posts, and for a fence.
     pub data_us: (u64, u64),
+    /// The same for a receiver's own copy.
+    pub copy_us: (u64, u64),
     pub directory: BTreeMap<String, Vec<usize>>,
-    /// Whether two nodes can talk now.
-    pub cut: BTreeSet<(usize, usize)>,
+    /// What must never happen and did.
     pub violations: Vec<String>,
     pub writes_landed: u64,
+    /// Pings sent by all nodes.
     pub pings: u64,
-    pub copy_us: (u64, u64),
     sessions: BTreeMap<(Incarnation, Incarnation), SessionNo>,
     /// Connections that are cut: nothing that is sent on them arrives.
     dead: BTreeSet<(Incarnation, Incarnation, SessionNo)>,
@@ -128,6 +93,7 @@ pub struct Net {
     last_frame: BTreeMap<(usize, PeerKey, u64), u64>,
 }
 
+/// The value of a byte: no two rooms, tokens or places in a page are likely to share it.
 pub fn page_tag(room: Room, token: u64, byte: u64) -> u8 {
     (room.get().wrapping_mul(31) ^ token.wrapping_mul(7) ^ byte) as u8
 }
@@ -142,7 +108,6 @@ impl Net {
             control_us: (5, 50),
             data_us: (20, 400),
             directory: BTreeMap::new(),
-            cut: BTreeSet::new(),
             violations: Vec::new(),
             writes_landed: 0,
             pings: 0,
@@ -168,7 +133,6 @@ impl Net {
             memory,
             events: Vec::new(),
             stopped: false,
-            alive: true,
             held: Vec::new(),
             running: BTreeMap::new(),
             connecting: BTreeSet::new(),
@@ -183,7 +147,7 @@ impl Net {
     }
 
     fn find(&self, incarnation: Incarnation) -> Option<usize> {
-        self.nodes.iter().position(|n| n.incarnation == incarnation && n.alive)
+        self.nodes.iter().position(|n| n.incarnation == incarnation)
     }
 
     fn at(&mut self, delay: u64, what: What) {
@@ -223,14 +187,11 @@ impl Net {
                     }
                 }
                 Action::Send { peer, session, number, msg } => {
-                    if matches!(msg, kvxfer_proto::msg::Msg::Ping(_)) {
+                    if matches!(msg, Msg::Ping(_)) {
                         self.pings += 1;
                     }
                     let me = self.nodes[i].incarnation;
                     let Some(to) = self.find(peer.incarnation) else { continue };
-                    if self.cut.contains(&(i.min(to), i.max(to))) {
-                        continue;
-                    }
                     let from = PeerKey { incarnation: me, direction: opposite(peer.direction) };
                     let (initiator, acceptor) = match peer.direction {
                         Direction::WeGrant => (me, peer.incarnation),
@@ -277,197 +238,6 @@ impl Net {
                 }
             }
         }
-    }
-
-    fn start_delivery(&mut self, i: usize, delivery: Delivery) {
-        let Some(peer) = self.find(delivery.peer.incarnation) else {
-            let now = self.time();
-            self.nodes[i].node.handle_delivery(now, delivery.id, DeliveryEnd::Aborted);
-            return;
-        };
-        let (src, dst) = if self.mover == Mover::Sender { (i, peer) } else { (peer, i) };
-        let template = Template::new(&self.nodes[src].side, &self.nodes[dst].side).expect("fits");
-        let cursor = Cursor::new(
-            Arc::new(template),
-            delivery.request.clone(),
-            &self.nodes[src].page_counts,
-            &self.nodes[dst].page_counts,
-        );
-        let mut pieces = Vec::new();
-        match cursor {
-            Ok(mut c) => while c.fill(&mut pieces, 1 << 20, 64) {},
-            Err(e) => {
-                let reason = Reason::new(ReasonKind::PageError, e.to_string());
-                let now = self.time();
-                self.nodes[i].node.handle_delivery(now, delivery.id, DeliveryEnd::Failed(reason));
-                self.carry_out(i);
-                return;
-            }
-        }
-        let id = delivery.id;
-        let incarnation = self.nodes[i].incarnation;
-        let own_epoch = self.nodes[i].endpoint_epoch.get(&delivery.peer).copied().unwrap_or(0);
-        self.nodes[i]
-            .running
-            .insert(id, Running { delivery, pieces, next: 0, in_flight: 0, aborted: false, own_epoch });
-        self.at(1, What::Post { node: i, incarnation, id });
-    }
-
-    fn post(&mut self, i: usize, id: DeliveryId) {
-        let slices = 1 + self.rng.below(4) as usize;
-        let data_us = self.data_us;
-        let Some(r) = self.nodes[i].running.get_mut(&id) else { return };
-        if r.aborted {
-            self.check_delivery(i, id);
-            return;
-        }
-        let end = (r.next + slices).min(r.pieces.len());
-        let batch: Vec<Piece> = r.pieces[r.next..end].to_vec();
-        r.next = end;
-        let more = end < r.pieces.len();
-        let key = r.delivery.peer;
-        let (room, push) = (r.delivery.room, r.delivery.push);
-        if !batch.is_empty() {
-            r.in_flight += 1;
-            let peer = self.find(key.incarnation);
-            let src = if self.mover == Mover::Sender { Some(i) } else { peer };
-            let bytes = batch
-                .iter()
-                .map(|p| {
-                    let from = src.map_or(Vec::new(), |s| {
-                        self.nodes[s].memory[p.src_region as usize]
-                            [p.src_off as usize..(p.src_off + p.len) as usize]
-                            .to_vec()
-                    });
-                    (*p, from)
-                })
-                .collect();
-            let epoch = self.nodes[i].attached_epoch.get(&key).copied().unwrap_or(0);
-            // Our own copies land at once; a write lands when it lands, whatever happens to its process.
-            let d = if self.mover == Mover::Sender {
-                self.draw(data_us)
-            } else {
-                let c = self.copy_us;
-                self.draw(c)
-            };
-            let incarnation = self.nodes[i].incarnation;
-            self.at(d, What::Land { node: i, incarnation, id, key, room, push, epoch, bytes });
-        }
-        if more {
-            let d = self.draw(data_us);
-            let incarnation = self.nodes[i].incarnation;
-            self.at(d, What::Post { node: i, incarnation, id });
-        } else {
-            self.check_delivery(i, id);
-        }
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    fn land(
-        &mut self,
-        i: usize,
-        incarnation: Incarnation,
-        id: DeliveryId,
-        key: PeerKey,
-        room: Room,
-        push: kvxfer_proto::PushId,
-        epoch: u64,
-        bytes: Vec<(Piece, Vec<u8>)>,
-    ) {
-        if self.mover == Mover::Sender && self.nodes[i].incarnation == incarnation {
-            let back = PeerKey { incarnation, direction: Direction::WeGrant };
-            let own = self.nodes[i].endpoint_epoch.get(&key).copied().unwrap_or(0);
-            let _ = (back, own);
-            if self.nodes[i].running.contains_key(&id) {
-                if let Some(e) = self.nodes[i].events.iter().find(|e| {
-                    e.room == room
-                        && e.released
-                        && (!matches!(e.kind, EventKind::Retracted(_))
-                            || e.kind == EventKind::Retracted(push))
-                }) {
-                    if !self.own_fenced(i, key, id) {
-                        self.violations.push(format!("t={}: write of room {room:?} push {push:?} of {} still in flight after {:?} released its source", self.now, self.nodes[i].name, e.kind));
-                    }
-                }
-            }
-        }
-        let (room, key) = (Some(room), Some(key));
-        let dst =
-            if self.mover == Mover::Sender { key.and_then(|k| self.find(k.incarnation)) } else { Some(i) };
-        if let Some(dst) = dst {
-            let back = PeerKey { incarnation, direction: Direction::WeGrant };
-            let fenced = self.mover == Mover::Sender
-                && self.nodes[dst].endpoint_epoch.get(&back).copied().unwrap_or(0) != epoch;
-            if self.mover == Mover::Receiver
-                && self.nodes[i].incarnation == incarnation
-                && (!self.nodes[i].running.contains_key(&id)
-                    || key.is_some_and(|k| self.own_fenced(i, k, id)))
-            {
-            } else if self.mover == Mover::Receiver && self.nodes[i].incarnation != incarnation {
-            } else if bytes.iter().any(|(p, d)| p.len as usize != d.len()) {
-                // The source's process is gone: the copy fails.
-                if let Some(r) = self.nodes[i].running.get_mut(&id) {
-                    r.aborted = true;
-                }
-            } else if fenced {
-                if let (Some(k), true) = (key, self.nodes[i].incarnation == incarnation) {
-                    let reason = Reason::new(ReasonKind::FabricError, "the peer closed its endpoint");
-                    self.order(i, |n, now| n.handle_fabric_broken(now, k, &reason));
-                }
-            } else {
-                for (p, data) in bytes {
-                    self.check_write(dst, room, &p);
-                    let to = &mut self.nodes[dst].memory[p.dst_region as usize];
-                    to[p.dst_off as usize..(p.dst_off + p.len) as usize].copy_from_slice(&data);
-                    self.writes_landed += 1;
-                }
-            }
-        }
-        if self.nodes[i].incarnation == incarnation {
-            if let Some(r) = self.nodes[i].running.get_mut(&id) {
-                r.in_flight -= 1;
-            }
-            self.check_delivery(i, id);
-        }
-    }
-
-    fn own_fenced(&self, i: usize, key: PeerKey, id: DeliveryId) -> bool {
-        self.nodes[i]
-            .running
-            .get(&id)
-            .is_some_and(|r| r.own_epoch != self.nodes[i].endpoint_epoch.get(&key).copied().unwrap_or(0))
-    }
-
-    fn check_write(&mut self, dst: usize, room: Option<Room>, p: &Piece) {
-        let n = &self.nodes[dst];
-        let shape = n.side.regions(&n.page_counts).unwrap()[p.dst_region as usize];
-        let page = (p.dst_off / (shape.len / u64::from(n.page_counts[shape.group as usize]))) as u32;
-        let owner = n.node.page_owner(shape.group as usize, page);
-        if room.is_some() && owner != room {
-            self.violations.push(format!(
-                "t={}: a write of room {room:?} landed on page {page} of {}, which {owner:?} holds",
-                self.now, n.name
-            ));
-        }
-    }
-
-    fn check_delivery(&mut self, i: usize, id: DeliveryId) {
-        let Some(r) = self.nodes[i].running.get(&id) else { return };
-        if r.in_flight > 0 || (!r.aborted && r.next < r.pieces.len()) {
-            return;
-        }
-        let end = if r.aborted {
-            DeliveryEnd::Aborted
-        } else {
-            DeliveryEnd::Complete {
-                bytes: r.pieces.iter().map(|p| p.len).sum(),
-                writes: r.pieces.len() as u64,
-            }
-        };
-        self.nodes[i].running.remove(&id);
-        let now = self.time();
-        self.nodes[i].node.handle_delivery(now, id, end);
-        self.carry_out(i);
     }
 
     /// Ends every session between two nodes; frames on their way are lost or, if `late`, arrive afterwards.
@@ -531,9 +301,9 @@ impl Net {
         match what {
             What::Frame { to, .. } | What::SessionDown { to, .. } => Some(*to),
             What::Connect { from, .. } | What::Resolve { from, .. } => Some(*from),
-            What::Post { node, .. } | What::Fenced { node, .. } | What::Order(node, ..) => Some(*node),
+            What::Post { node, .. } | What::Fenced { node, .. } => Some(*node),
             // A posted write needs nobody's processor.
-            What::Land { .. } => None,
+            What::Land(_) => None,
         }
     }
 
@@ -605,14 +375,11 @@ impl Net {
                     self.post(node, id);
                 }
             }
-            What::Land { node, incarnation, id, key, room, push, epoch, bytes } => {
-                self.land(node, incarnation, id, key, room, push, epoch, bytes)
-            }
+            What::Land(write) => self.land(&write),
             What::Fenced { node, key } => {
                 self.nodes[node].node.handle_fenced(now, key, Ok(()));
                 self.carry_out(node);
             }
-            What::Order(i, f, room) => self.order(i, |n, now| f(n, now, room)),
         }
     }
 
@@ -628,7 +395,7 @@ impl Net {
             self.carry_out(from);
             return;
         };
-        if self.cut.contains(&(from.min(to), from.max(to))) || self.nodes[to].stopped {
+        if self.nodes[to].stopped {
             self.nodes[from].connecting.insert(key);
             self.at(1000, What::Connect { from, key });
             return;
@@ -658,7 +425,7 @@ impl Net {
                     incarnation: self.nodes[at].incarnation,
                     direction: opposite(peer_key.direction),
                 };
-                let epoch = self.nodes[peer].endpoint_epoch.get(&back).copied().unwrap_or(0);
+                let epoch = self.fences_of(peer, back);
                 self.nodes[at].attached_epoch.insert(peer_key, epoch);
                 self.nodes[at].node.handle_attached(now, peer_key, self.mover);
             }

@@ -132,6 +132,12 @@ impl Node {
         Ok(())
     }
 
+    /// Whether this room is still pushed from here: what waits on its behalf may be dropped otherwise.
+    #[must_use]
+    pub fn is_pushing(&self, room: Room) -> bool {
+        self.outbound.get(&room).is_some_and(|r| r.failure.is_none())
+    }
+
     /// The event of a push has completed: its pages may be read.
     pub fn handle_push_ready(&mut self, now: Time, room: Room, push: PushId) {
         if let Some(p) = self.outbound.get_mut(&room).and_then(|r| r.pushes.get_mut(&push)) {
