@@ -1,9 +1,9 @@
 """A rank in a process of its own, driven by JSON lines on its standard input.
 
-Its pool is filled from a seed, so that the other process knows every byte of it. An order is an object with one
-key, the name of a method of `Rank` here, and its argument: `{"push": {...arguments of Agent.push}}`,
-`{"cancel": room}`. Each is answered by one line, `{"done": ...}`, once it was carried out. Events are printed as they
-come, as `{"event": ...}`. The end of the input closes the agent.
+Its pool is filled from a seed, so that the other process knows every byte of it. An order is an object with
+one key, the name of a method of `Rank` here, and its argument: `{"push": {...arguments of Agent.push}}`,
+`{"cancel": room}`. Each is answered by one line, `{"done": ...}`, once it was carried out. Events are printed
+as they come, as `{"event": ...}`. The end of the input closes the agent.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ def main() -> None:
     rank = Rank(json.loads(sys.stdin.readline()))
     say(address=rank.agent.address)
     with selectors.DefaultSelector() as selector:
-        selector.register(sys.stdin, selectors.EVENT_READ)
-        selector.register(rank.agent.fileno(), selectors.EVENT_READ)
+        selector.register(sys.stdin, selectors.EVENT_READ, "order")
+        selector.register(rank.agent.fileno(), selectors.EVENT_READ, "event")
         while True:
             for key, _ in selector.select():
-                if key.fileobj is not sys.stdin:
+                if key.data == "event":
                     for ev in rank.agent.poll():
                         tell(ev)
                     continue

@@ -36,3 +36,11 @@ def test_the_readmes_make_targets_exist() -> None:
     assert {"demo", "test", "wheel", "help"} <= targets
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_the_example_with_two_processes_runs() -> None:
+    script = ROOT / "examples" / "hand_off.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    # 8 layers, K and V, 2 heads, 500 tokens, 64 elements of 2 bytes.
+    assert done.stdout.startswith(f"{8 * 2 * 2 * 500 * 64 * 2} bytes arrived"), done.stdout
