@@ -109,12 +109,13 @@ class Agent(_kvxfer.Agent):
             layout = groups_of(layout)
         regions, pages, owner = prepare(memory, layout, shard, read_only=role == "prefill")
         if isinstance(memory, Pool) and memory.fabric == "ucx":
-            # UCX registers memory per choice of transports: another one would find the pool foreign, and be slow.
+            # UCX registers memory per choice of transports: to another one the pool is foreign, and slow.
             if ucx_tls is None:
                 ucx_tls = memory.ucx_tls
             elif ucx_tls != memory.ucx_tls:
                 raise BadArgument(
-                    f"ucx_tls={ucx_tls!r}, but the pool was allocated for {memory.ucx_tls!r}: give both the same"
+                    f"ucx_tls={ucx_tls!r}, but the pool was allocated for {memory.ucx_tls!r}: "
+                    "give both the same"
                 )
         self = super().__new__(
             cls,

@@ -211,8 +211,8 @@ def alloc(
 
     `fabric="shm"` is a sealed memfd, which peers on the same host map read-only; `"ucx"` lets UCX allocate,
     which its shared-memory transports need to be fast; `"auto"` is `"shm"`, for UCX's network transports take
-    any memory. `ucx_tls` names UCX's transports; an agent with this pool uses the same. The memory is freed when
-    the pool, its views and its agent are gone.
+    any memory. `ucx_tls` names UCX's transports; an agent with this pool uses the same. The memory is freed
+    when the pool, its views and its agent are gone.
 
     Raises `BadArgument`, and `FabricError` if there is no memory or no UCX.
 

@@ -52,17 +52,14 @@ class Way:
         )
 
 
+SHM = pytest.param(Way("shm", None, fences=True, death_s=1), id="shm")
+TCP = pytest.param(Way("ucx", "tcp,self", fences=False, death_s=5), id="ucx-tcp", marks=pytest.mark.ucx)
 POSIX = pytest.param(
     Way("ucx", "posix,self,tcp", fences=False, death_s=5), id="ucx-posix", marks=pytest.mark.ucx
 )
-WAYS = [
-    pytest.param(Way("shm", None, fences=True, death_s=1), id="shm"),
-    pytest.param(Way("ucx", "tcp,self", fences=True, death_s=5), id="ucx-tcp", marks=pytest.mark.ucx),
-    POSIX,
-]
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=[SHM, TCP, POSIX])
 def way(request: pytest.FixtureRequest) -> Way:
     found: Way = request.param
     try:
@@ -215,6 +212,43 @@ def test_prefill_is_killed(way: Way, flowing: bool) -> None:
         assert "doomed" in str(failure.error)
 
 
+def granted(peer: Rank) -> None:
+    eventually(lambda: peer.stats()["outbound"] == 1, "the grant arrives")
+
+
+@pytest.mark.parametrize("way", [TCP, POSIX], indirect=True)
+def test_decode_outlives_writers_that_die_in_the_middle(way: Way) -> None:
+    """Over TCP its own UCX takes part in every put, and finds the writer gone at any point.
+
+    Decode is a process of its own here: what kills it must not kill the tests.
+    """
+    count = 40
+    with (
+        prefill(way, BIG, 5 * count, seed=9, name="decode") as decode,
+        prefill(way, BIG, count, name="other") as other,
+        contextlib.ExitStack() as stack,
+    ):
+        doomed = [stack.enter_context(prefill(way, BIG, count, name=f"doomed-{n}")) for n in range(5)]
+        rooms = [kx.new_room() for _ in doomed]
+        for n, (peer, room) in enumerate(zip(doomed, rooms, strict=True)):
+            pages = range(n * count, (n + 1) * count)
+            decode.expect(room, pages, tokens=count * 16, source=peer.address)
+            granted(peer)
+        for peer, room in zip(doomed, rooms, strict=True):
+            peer.push(room, range(count), tokens=count * 16, last=False)
+            peer.child.kill()
+        for peer, room in zip(doomed, rooms, strict=True):
+            failure, *rest = decode.end(room)
+            assert (failure["state"], failure["error"]) == ("Failed", "PeerLost")
+            assert [ev["state"] for ev in rest] == ([] if failure["released"] else ["Released"])
+            peer.child.wait(20)
+        last = kx.new_room()
+        decode.expect(last, range(3 * count, 4 * count), tokens=count * 16, source=other.address)
+        other.push(last, range(count), tokens=count * 16)
+        assert decode.end(last) == [{"room": last, "state": "Success", "released": True, "error": None}]
+        assert decode.digest(range(3 * count, 4 * count)) == other.digest(range(count))
+
+
 def left_of(before: dict[str, str]) -> dict[str, str]:
     """Files that are open now and were not then."""
     return {fd: what for fd, what in descriptors().items() if before.get(fd) != what}
@@ -325,8 +359,10 @@ def test_prefill_is_stopped_beyond_the_fence_and_goes_on(way: Way) -> None:
         decode.check_rest()
 
 
-@pytest.mark.parametrize("way", [POSIX], indirect=True)
-def test_the_operators_word_ends_a_quarantine(way: Way) -> None:
+@pytest.mark.parametrize("word", [True, False], ids=["evicted", "killed"])
+@pytest.mark.parametrize("way", [TCP, POSIX], indirect=True)
+def test_the_operators_word_ends_a_quarantine(way: Way, word: bool) -> None:
+    """And so does the death of the peer."""
     dst = np.arange(20, 40)
     with decoding(way, SMALL, 64) as decode, prefill(way, SMALL, 64, name="gone") as peer:
         hand_off(decode, peer, np.arange(20), dst)
@@ -335,8 +371,11 @@ def test_the_operators_word_ends_a_quarantine(way: Way) -> None:
         peer.stop()
         assert not decode.failed(room, 5).released
         eventually(lambda: decode.agent.stats()["quarantined_pages"] == len(dst), "quarantine")
-        decode.agent.evict("gone")
-        decode.until(released(room), 5)
+        if word:
+            decode.agent.evict("gone")
+        else:
+            peer.child.kill()
+        decode.until(released(room), way.death_s)
         decode.ended_once(room)
         with prefill(way, SMALL, 64, seed=2) as other:
             hand_off(decode, other, np.arange(20), dst)

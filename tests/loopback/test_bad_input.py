@@ -125,7 +125,9 @@ def test_pages_of_a_grant(here: Here, peer: Rank, pages: list[int], texts: list[
 
 
 @pytest.mark.parametrize(
-    ("pages", "text"), [([1, PAGES], f"page {PAGES}"), ([1, -5], "page -5")], ids=["past the end", "negative"]
+    ("pages", "text"),
+    [([1, PAGES], f"page {PAGES}"), ([1, -5], "page -5"), ([(1 << 32) + 3, 1], f"page {(1 << 32) + 3}")],
+    ids=["past the end", "negative", "past 32 bits"],
 )
 def test_pages_of_a_push(here: Here, peer: Rank, pages: list[int], text: str) -> None:
     room = here.expect(peer, [1, 2], 8)

@@ -133,12 +133,56 @@ def test_failed_rooms_say_why_everywhere(pair: Pair) -> None:
     assert [e.state for e in rest] == ([] if first.released else ["Released"])
     with pytest.raises(kx.PageError):
         pair.decode.expect(room, [1], tokens=1, source=pair.prefill.address)
-    other = pair.expect([2, -1], tokens=8)
-    with pytest.raises(kx.PageError):
-        pair.decode.wait(other, 20)
     pushed = pair.prefill.push(kx.new_room(), [3, 1 << 50], tokens=8)
     with pytest.raises(kx.PageError):
         pair.prefill.wait(pushed.room, 20)
+
+
+@pytest.mark.parametrize(
+    ("pages", "said"),
+    [
+        ([2, -1], "-1"),
+        ((1 << 32, -1), str(1 << 32)),
+        (range(-2, 0), "-2"),
+        ([1 << 70, 1], f"{(1 << 63) - 1} or more"),
+        ([1, -(1 << 70)], f"{-(1 << 63)} or less"),
+        (np.array([1, -7], np.int8), "-7"),
+        (np.array([1, -7, 2, -8], np.int32)[::2], None),
+        (np.array([1, -7, -9], np.int32), "-7"),
+        (np.array([1, 2, -9, 3], np.int64)[::2], "-9"),
+        (np.array([1, 1 << 40], np.int64), str(1 << 40)),
+        (np.array([1, (1 << 32) - 1], np.uint32), str((1 << 32) - 1)),
+        (np.array([1, 1 << 40], np.uint64), str(1 << 40)),
+        (np.array([1, (1 << 64) - 1], np.uint64), f"{(1 << 63) - 1} or more"),
+    ],
+    ids=repr,
+)
+def test_ids_that_no_page_has_are_named_by_their_value(pair: Pair, pages: Any, said: str | None) -> None:
+    """In every form that page lists come in."""
+    text = f"page {said} of group 0 is out of range: the group has pages 0 to {PAGES - 1}"
+    expected = pair.expect(pages, tokens=8)
+    pushed = pair.prefill.push(kx.new_room(), pages, tokens=8).room
+    for agent, room in ((pair.decode, expected), (pair.prefill, pushed)):
+        if said is None:
+            # The odd ones lie beside it.
+            assert agent.state(room) != "Failed"
+            agent.cancel(room)
+            continue
+        with pytest.raises(kx.PageError, match=f"room {room}: {text}"):
+            agent.wait(room, 20)
+
+
+def test_an_odd_id_is_named_with_its_group() -> None:
+    window = kx.PageLayout(layers=1, kv_heads=2, head_dim=16, page_tokens=8, dtype="float16", kind="fused")
+    groups = [LAYOUT, window]
+    with kx.Agent("two", groups, ONE, memory=kx.alloc(groups, ONE, pages=[PAGES, 8])) as agent:
+        room = kx.new_room()
+        agent.expect(room, [[0, 1], np.array([-3])], tokens=8, source=NOWHERE)
+        with pytest.raises(kx.PageError, match="page -3 of group 1 is out of range"):
+            agent.wait(room, 20)
+        pushed = agent.push(kx.new_room(), [[PAGES, 1], [-3]], tokens=8).room
+        with pytest.raises(kx.PageError, match=f"page {PAGES} of group 0 is out of range"):
+            agent.wait(pushed, 20)
 
 
 def test_cancel(pair: Pair) -> None:

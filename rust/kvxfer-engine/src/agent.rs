@@ -222,6 +222,7 @@ impl Agent {
         let expect = Expect {
             room,
             pages: order.pages,
+            odd_page: order.odd_page,
             tokens,
             source: Source { address: source.to_string().into(), dp_rank: order.source_dp_rank },
             verify: order.verify,
@@ -304,6 +305,7 @@ impl Agent {
             room,
             id,
             pages: order.pages,
+            odd_page: order.odd_page,
             tokens,
             layers: order.layers,
             last,

@@ -8,7 +8,7 @@ use crate::address::{DEFAULT_PORT, HostPort};
 use crate::agent::Shared;
 use crate::carriers::{Carriers, Which};
 use crate::config::{AgentConfig, StartError};
-use crate::control::{ConnId, Control, ControlEvent, TOKEN_FABRIC};
+use crate::control::{ConnId, Control, ControlEvent, TOKEN_FABRIC, WatchId};
 use crate::queue::Order;
 use crate::rooms::RoomShared;
 use crate::sched::Scheduler;
@@ -60,6 +60,8 @@ pub(crate) struct Driver {
     sessions: HashMap<ConnId, (PeerKey, SessionNo)>,
     /// Sessions that were refused and may still tell the peer which rooms failed.
     refused_sessions: HashMap<ConnId, SessionNo>,
+    /// Processes of this host that are watched.
+    watches: HashMap<WatchId, PeerKey>,
     /// The link generation that we described on a connection under way.
     handshakes: HashMap<ConnId, u64>,
     next_ticket: u64,
@@ -85,6 +87,7 @@ struct Me {
     role: Role,
     model: String,
     incarnation: Incarnation,
+    process: Vec<u8>,
     regions: Vec<RegionShape>,
     pages: Vec<u32>,
 }
@@ -170,6 +173,7 @@ impl Driver {
             failures: HashMap::new(),
             sessions: HashMap::new(),
             refused_sessions: HashMap::new(),
+            watches: HashMap::new(),
             handshakes: HashMap::new(),
             next_ticket: 0,
             retries: BTreeSet::new(),
@@ -181,6 +185,7 @@ impl Driver {
                 role: config.role,
                 model: config.model.clone(),
                 incarnation,
+                process: kvxfer_fabric::process::identity(),
                 regions: shapes,
                 pages: config.pages.clone(),
             },

@@ -68,6 +68,9 @@ pub struct ExpectOrder {
     pub room: u64,
     /// One page list a group.
     pub pages: Vec<Arc<[u32]>>,
+    /// The first id that is negative or past 32 bits, and its group; the lists have [`u32::MAX`] in its place, which
+    /// is no page. An id past 64 bits is given as the nearest `i64`.
+    pub odd_page: Option<(usize, i64)>,
     /// First token to receive.
     pub start: u64,
     /// How many tokens.
@@ -91,6 +94,9 @@ pub struct PushOrder {
     pub room: u64,
     /// One page list a group.
     pub pages: Vec<Arc<[u32]>>,
+    /// The first id that is negative or past 32 bits, and its group; the lists have [`u32::MAX`] in its place, which
+    /// is no page. An id past 64 bits is given as the nearest `i64`.
+    pub odd_page: Option<(usize, i64)>,
     /// First token of the page lists.
     pub start: u64,
     /// How many tokens.

@@ -8,6 +8,7 @@
 
 pub mod error;
 pub mod memory;
+pub mod process;
 pub mod shm;
 pub mod sim;
 pub mod ucx;

@@ -33,7 +33,11 @@ fn peer_process() {
     let mut node = Node::new(&tls, bytes);
     match job.as_str() {
         "receive" => receive(&mut node, &mut wire),
-        "write" => write(&mut node, &mut wire),
+        "write" => write(&mut node, &mut wire, 0),
+        "write plain" => write(&mut node, &mut wire, 1),
+        "survive" => survive(&mut node, &mut wire),
+        "both ways" => both_ways(),
+        "lost connection" => lost_connection(),
         other => panic!("no job {other}"),
     }
 }
@@ -56,11 +60,11 @@ fn receive(node: &mut Node, wire: &mut Wire) {
 }
 
 /// The peer that writes without end, into a new connection whenever the old one breaks.
-fn write(node: &mut Node, wire: &mut Wire) {
+fn write(node: &mut Node, wire: &mut Wire, region: u32) {
     node.fill(1, |_| 0xEE);
     loop {
         node.connect(wire, EP, EndRole::Active);
-        let batch: Vec<Piece> = (0..PAGES).map(|p| piece((1, p), (0, p))).collect();
+        let batch: Vec<Piece> = (0..PAGES).map(|p| piece((1, p), (region, p))).collect();
         let mut flushes = 0;
         loop {
             let posted = node.fabric.post(EP, &batch);
@@ -88,6 +92,37 @@ fn write(node: &mut Node, wire: &mut Wire) {
             }
         }
         node.seen.clear();
+    }
+}
+
+/// A receiver whose writers are killed one after the other; says when bytes arrive and when it has seen to the death.
+fn survive(node: &mut Node, wire: &mut Wire) {
+    loop {
+        node.fill(0, |_| CANARY);
+        node.fill(1, |_| CANARY);
+        node.connect(wire, EP, EndRole::Passive);
+        let start = Instant::now();
+        while [0, 1].iter().all(|region| node.dump(*region)[..PAGE].iter().all(|b| *b == CANARY)) {
+            node.progress();
+            assert!(start.elapsed() < Duration::from_secs(10), "the peer does not write");
+        }
+        wire.send(b"flowing");
+        let killed = wire.recv();
+        if let Ok(v) = std::env::var("STALL") {
+            std::thread::sleep(Duration::from_millis(v.parse().unwrap()));
+        }
+        // What the dead one left in sockets and queues comes now. Nothing says when that was all, so there is a time.
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_millis(100) {
+            node.progress();
+        }
+        node.fabric.fence(EP, 1).expect("the endpoint is known");
+        node.until(Duration::from_secs(10), |c| matches!(c, Completion::Fenced { .. }).then_some(()));
+        node.seen.clear();
+        wire.send(b"alive");
+        if killed == b"last" {
+            return;
+        }
     }
 }
 
@@ -248,6 +283,56 @@ fn a_piece_out_of_bounds_posts_nothing() {
     assert_eq!(remote(&mut peer, 0)[..PAGE], (0..PAGE).map(byte).collect::<Vec<_>>());
 }
 
+/// Writers die in mid-flow; the receiver is a process of its own, so that its abort is seen.
+fn a_writer_is_killed(job: &str, tls: &str) {
+    const KILLS: usize = 15;
+    if !ucx_present() {
+        return;
+    }
+    let mut receiver = spawn("survive", tls, BYTES, &[]);
+    for kill in 1..=KILLS {
+        let mut writer = spawn(job, tls, BYTES, &[]);
+        let (from_writer, from_receiver) = (writer.wire.recv(), receiver.wire.recv());
+        receiver.wire.send(&from_writer);
+        writer.wire.send(&from_receiver);
+        assert_eq!(receiver.wire.recv(), b"flowing");
+        writer.child.kill().expect("running");
+        writer.child.wait().expect("killed");
+        receiver.wire.send(if kill == KILLS { b"last" } else { b"next" });
+        let word = receiver.wire.hear();
+        assert!(word.as_deref() == Some(b"alive"), "kill {kill}: {:?}", receiver.child.wait());
+    }
+    let status = receiver.child.wait().expect("ends");
+    assert!(status.success(), "{status}");
+}
+
+#[test]
+fn a_writer_killed_in_mid_flow_does_not_abort_the_receiver() {
+    if ucx_present() && ucx::probe(&options("")).expect("UCX is there").version.minor < 16 {
+        // kvxfer warns of it: docs/ucx-notes.md.
+        eprintln!("skipped: UCX before 1.16 always emulates puts over TCP, and aborts");
+        return;
+    }
+    a_writer_is_killed("write", "tcp");
+}
+
+#[test]
+fn a_writer_killed_in_mid_flow_into_plain_memory_does_not_abort_the_receiver() {
+    a_writer_is_killed("write plain", "");
+}
+
+/// The setting with which TCP has a fence.
+const EMULATED: (&str, &str) = ("UCX_TCP_PUT_ENABLE", "n");
+
+/// Runs a test that needs that setting in a process of its own, because UCX reads it once.
+fn with_emulated_puts(job: &str) {
+    if !ucx_present() {
+        return;
+    }
+    let status = spawn(job, "tcp", BYTES, &[EMULATED]).child.wait().expect("runs");
+    assert!(status.success(), "{job}: {status}");
+}
+
 /// Waits for the peer's writes, fences in their midst, and then looks for late ones.
 fn fence_round(node: &mut Node) -> Result<(), FabricError> {
     node.fill(0, |_| CANARY);
@@ -268,7 +353,7 @@ fn a_fence_on_tcp_stops_the_writer() {
     if !ucx_present() {
         return;
     }
-    let mut peer = spawn("write", "tcp", BYTES, &[]);
+    let mut peer = spawn("write", "tcp", BYTES, &[EMULATED]);
     let mut node = Node::new("tcp", BYTES);
     for round in 0..5 {
         node.connect(&mut peer.wire, EP, EndRole::Passive);
@@ -290,12 +375,24 @@ fn tcps_own_put_has_no_fence() {
     if !ucx_present() {
         return;
     }
-    // The user of the writing side has turned it on, and that stands.
-    let mut peer = spawn("write", "tcp", BYTES, &[("UCX_TCP_PUT_ENABLE", "y")]);
+    let mut peer = spawn("write", "tcp", BYTES, &[]);
     let mut node = Node::new("tcp", BYTES);
-    node.connect(&mut peer.wire, EP, EndRole::Passive);
-    let err = fence_round(&mut node).expect_err("UCX's TCP put passes a closed endpoint by");
-    assert!(matches!(&err, FabricError::NoFence { transport, .. } if transport == "tcp_put"), "{err}");
+    for round in 0..3 {
+        node.connect(&mut peer.wire, EP, EndRole::Passive);
+        let err = fence_round(&mut node).expect_err("UCX's TCP put passes a closed endpoint by");
+        assert!(matches!(&err, FabricError::NoFence { transport, .. } if transport == "tcp_put"), "{err}");
+        // All the same the endpoint is closed, and the fence is answered once.
+        assert_eq!(node.fabric.fence(EP, 10), Err(FabricError::NoEndpoint(EP.0)));
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_millis(50) {
+            node.progress();
+        }
+        assert!(node.seen.iter().all(|c| !matches!(c, Completion::Fenced { .. })), "{:?}", node.seen);
+        let left = format!("{:?}", node.fabric);
+        assert!(left.contains("endpoints: [], closing: 0, fences: 0, peers: 0"), "{left}");
+        peer.wire.send(if round < 2 { b"again" } else { b"quit" });
+    }
+    assert!(peer.child.wait().expect("ends").success(), "the writer did not hear of the close");
 }
 
 fn a_peer_that_is_gone_is_no_connection(tls: &str) {
@@ -345,9 +442,10 @@ fn posix_has_no_fence() {
 
 #[test]
 fn endpoints_both_ways_between_two_fabrics_are_fenced_together() {
-    if !ucx_present() {
-        return;
-    }
+    with_emulated_puts("both ways");
+}
+
+fn both_ways() {
     // Two fabrics of this process, moved by one thread, so that the order of everything is known.
     let (mut a, mut b) = (Node::new("tcp", BYTES), Node::new("tcp", BYTES));
     let (blob_a, blob_b) = (a.fabric.describe().expect("blob"), b.fabric.describe().expect("blob"));
@@ -408,9 +506,10 @@ fn endpoints_both_ways_between_two_fabrics_are_fenced_together() {
 
 #[test]
 fn a_fence_after_a_lost_connection_never_lies() {
-    if !ucx_present() {
-        return;
-    }
+    with_emulated_puts("lost connection");
+}
+
+fn lost_connection() {
     // One side's connection was lost before the other had made its own: UCX's two counts are now apart.
     for lost_by_writer in [false, true] {
         let (mut a, mut b) = (Node::new("tcp", BYTES), Node::new("tcp", BYTES));

@@ -203,6 +203,8 @@ pub struct Describe {
     pub link_generation: u64,
     /// Bytes of staging slot and number of slots that this side has (zero: none).
     pub staging: (u64, u32),
+    /// Names this process to a peer on the same host, which watches for its death; opaque here, empty if unknown.
+    pub process: Vec<u8>,
 }
 
 /// The initiator's choice of fabric.

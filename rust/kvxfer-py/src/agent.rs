@@ -6,7 +6,7 @@ use crate::event::Event;
 use crate::inner::Inner;
 use crate::layout::side;
 use crate::memory::Allocation;
-use crate::pages::page_lists;
+use crate::pages::{PageLists, page_lists};
 use crate::push::Push;
 use crate::shard::Shard;
 use crate::unreleased::Unreleased;
@@ -198,9 +198,11 @@ impl Agent {
                 format!("verify={verify:?}: checksums are not built yet; leave verify out"),
             ));
         }
+        let PageLists { lists, odd_page } = page_lists(pages, self.groups)?;
         let order = ExpectOrder {
             room: room.0,
-            pages: page_lists(pages, self.groups)?,
+            pages: lists,
+            odd_page,
             start: start.0,
             tokens: tokens.0,
             source,
@@ -267,9 +269,11 @@ impl Agent {
                 "event: waiting for a GPU event is not built yet; synchronise first and leave event out",
             ));
         }
+        let PageLists { lists, odd_page } = page_lists(pages, self.groups)?;
         let order = PushOrder {
             room: room.0,
-            pages: page_lists(pages, self.groups)?,
+            pages: lists,
+            odd_page,
             start: start.0,
             tokens: tokens.0,
             layers: layers.map(|Layers(first, end)| (first, end)),

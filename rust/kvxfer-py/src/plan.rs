@@ -3,7 +3,7 @@
 use crate::args::{Count, Layers};
 use crate::errors;
 use crate::layout::side;
-use crate::pages::{NO_PAGE, page_lists};
+use crate::pages::{PageLists, page_lists};
 use crate::shard::Shard;
 use kvxfer_proto::Side;
 use kvxfer_proto::plan::{Cursor, Piece, Request, Template, compatible};
@@ -125,6 +125,7 @@ pub(crate) fn plan_transfer(
     let dst_pages = page_lists(dst_pages, dst.groups.len())?;
     let src_count = counts(py, "source", &src_pages, src_page_count)?;
     let dst_count = counts(py, "destination", &dst_pages, dst_page_count)?;
+    let (src_pages, dst_pages) = (src_pages.lists, dst_pages.lists);
     for (g, list) in dst_pages.iter().enumerate() {
         if let Some(page) = repeated(list) {
             let text = format!("page {page} is twice among the destination pages of group {g}");
@@ -163,9 +164,13 @@ pub(crate) fn plan_transfer(
 fn counts(
     py: Python<'_>,
     name: &str,
-    lists: &[Arc<[u32]>],
+    PageLists { lists, odd_page }: &PageLists,
     given: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Vec<u32>> {
+    if let Some((g, page)) = odd_page {
+        let text = format!("{name} page {page} of group {g} is out of range: a page id has 32 bits");
+        return Err(errors::raise(py, "PageError", text));
+    }
     let counts = match given {
         None => lists.iter().map(|list| list.iter().max().map_or(0, |max| max.saturating_add(1))).collect(),
         Some(given) => match given.extract::<u32>() {
@@ -179,10 +184,6 @@ fn counts(
         return Err(errors::bad(py, text));
     }
     for (g, (list, &count)) in lists.iter().zip(&counts).enumerate() {
-        if list.contains(&NO_PAGE) {
-            let text = format!("a {name} page of group {g} is negative or too large for a page id");
-            return Err(errors::raise(py, "PageError", text));
-        }
         if let Some(page) = list.iter().find(|p| **p >= count) {
             let text = format!("{name} page {page} of group {g} is out of range: there are {count} pages");
             return Err(errors::raise(py, "PageError", text));

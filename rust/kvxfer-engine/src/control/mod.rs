@@ -8,6 +8,7 @@ pub(crate) use conn::{ConnId, ConnKind};
 use crate::address::HostPort;
 use crate::config::StartError;
 use conn::Conn;
+use kvxfer_fabric::process::ProcessWatch;
 use kvxfer_proto::handshake::{self, Established, Met, Secret};
 use kvxfer_proto::msg::{Describe, Frame, Purpose};
 use kvxfer_proto::{Incarnation, Reason, ReasonKind, SessionNo, Time};
@@ -30,6 +31,12 @@ const TOKEN_NAMES: u64 = 2;
 /// First token that fabrics may use.
 pub(crate) const TOKEN_FABRIC: u64 = 8;
 const TOKEN_CONN: u64 = 64;
+/// From here on: processes that are watched.
+const TOKEN_WATCH: u64 = 1 << 62;
+
+/// Names a watched process.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct WatchId(u64);
 
 /// What happened on the control channel.
 #[derive(Debug)]
@@ -40,6 +47,8 @@ pub(crate) enum ControlEvent {
     /// The peers do not fit.
     Refused(ConnId, ConnKind, Met, Reason),
     Frame(ConnId, ConnKind, Frame),
+    /// A watched process has ended.
+    ProcessEnded(WatchId),
     /// The connection is gone. `established`: it had passed its handshake.
     Closed {
         conn: ConnId,
@@ -58,6 +67,7 @@ pub(crate) struct Control {
     address: SocketAddr,
     conns: HashMap<ConnId, Conn>,
     next: u64,
+    watches: u64,
     names: Names,
     incarnation: Incarnation,
     secret: Option<Secret>,
@@ -115,6 +125,7 @@ impl Control {
             address,
             conns: HashMap::new(),
             next: TOKEN_CONN,
+            watches: 0,
             names,
             incarnation,
             secret,
@@ -135,6 +146,13 @@ impl Control {
     pub(crate) fn watch(&self, fd: BorrowedFd<'_>, token: u64) -> Result<(), StartError> {
         epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN)
             .map_err(os("epoll_ctl"))
+    }
+
+    /// Watches a process until `watch` is dropped; its end is reported at least once.
+    pub(crate) fn watch_process(&mut self, watch: &ProcessWatch) -> Option<WatchId> {
+        self.watches += 1;
+        let id = TOKEN_WATCH + self.watches;
+        self.watch(watch.as_fd(), id).is_ok().then_some(WatchId(id))
     }
 
     /// Where this agent listens.
@@ -165,6 +183,7 @@ impl Control {
                 // because no descriptor is left must not keep the thread awake.
                 TOKEN_LISTENER => any |= self.accept(crate::driver::now()),
                 TOKEN_NAMES => self.named(),
+                token if token >= TOKEN_WATCH => out.push(ControlEvent::ProcessEnded(WatchId(token))),
                 token if token >= TOKEN_CONN => {
                     let id = ConnId(token);
                     if let Some(conn) = self.conns.get_mut(&id) {

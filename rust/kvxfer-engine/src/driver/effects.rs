@@ -127,7 +127,7 @@ impl Driver {
             let end = self.sched.flushed(slice.id);
             self.flow_over(now, slice.id, end);
         } else {
-            self.node.handle_fabric_broken(now, slice.peer, &reason);
+            self.endpoint_broke(now, slice.peer, error);
         }
     }
 
@@ -147,7 +147,7 @@ impl Driver {
                 self.failures.insert(id, reason);
                 self.sched.abort(id);
             } else {
-                self.node.handle_fabric_broken(now, key, &reason);
+                self.endpoint_broke(now, key, &e);
                 return;
             }
         }
@@ -189,6 +189,7 @@ impl Driver {
         if let Some((which, ep)) = io.take_endpoint() {
             self.carriers.disconnect(which, ep);
         }
+        self.drop_watch(&mut io);
         self.attempts.remove(&Retry::Connect(key));
     }
 

@@ -3,7 +3,8 @@
 use super::{Driver, Retry};
 use crate::address::HostPort;
 use crate::carriers::{self, Which, mover};
-use crate::control::{ConnId, ConnKind, ControlEvent};
+use crate::control::{ConnId, ConnKind, ControlEvent, WatchId};
+use kvxfer_fabric::process::ProcessWatch;
 use kvxfer_fabric::{Completion, EpId, FabricError};
 use kvxfer_proto::handshake::{Established, Met};
 use kvxfer_proto::msg::{Attach, Attached, Describe, Frame, Msg, Purpose};
@@ -37,6 +38,8 @@ pub(super) struct PeerIo {
     attaching: Option<(Which, EpId)>,
     /// Fabrics still to be tried.
     choices: Vec<Which>,
+    /// Its process, if it is on this host.
+    watch: Option<(ProcessWatch, WatchId)>,
     /// Slices whose flush has not come back.
     pub(super) in_flight: usize,
     /// A connection on which the peers did not fit; rooms are failed on it.
@@ -87,6 +90,15 @@ impl Driver {
                 Purpose::Lookup | Purpose::Register => self.directory_up(conn, &kind),
             },
             ControlEvent::Refused(conn, kind, met, reason) => self.refused(now, conn, &kind, met, &reason),
+            ControlEvent::ProcessEnded(watch) => {
+                if let Some(key) = self.watches.remove(&watch) {
+                    if let Some(io) = self.peers.get_mut(&key) {
+                        // Closes the descriptor, which would stay readable.
+                        io.watch = None;
+                    }
+                    self.process_ended(now, key);
+                }
+            }
             ControlEvent::Frame(conn, kind, frame) => self.frame(now, conn, kind, frame),
             ControlEvent::Closed { conn, kind, established, reason } => {
                 self.closed(now, conn, kind, established, reason);
@@ -131,6 +143,7 @@ impl Driver {
             received,
             link_generation,
             staging: (0, 0),
+            process: self.me.process.clone(),
         };
         let mut events = Vec::new();
         self.control.supply_describe(conn, describe, &mut events);
@@ -172,6 +185,13 @@ impl Driver {
         }
         tracing::debug!(peer = %describe.name, session = e.met.session.0, "session up");
         if let Some(io) = self.peers.get_mut(&key) {
+            if io.watch.is_none()
+                && let Some(watch) = ProcessWatch::open(&describe.process)
+                && let Some(id) = self.control.watch_process(&watch)
+            {
+                io.watch = Some((watch, id));
+                self.watches.insert(id, key);
+            }
             io.conn = Some((conn, e.met.session));
             io.choices = self.carriers.choices(&describe.fabrics);
             io.describe = Some(describe);
@@ -326,22 +346,29 @@ impl Driver {
             }
             Completion::PeerDied { .. } => {
                 if let Some(key) = key {
-                    // Both directions are the same process.
-                    for key in self.node.keys_of(key.incarnation).collect::<Vec<_>>() {
-                        self.node.handle_peer_died(now, key);
-                    }
+                    self.process_ended(now, key);
                 }
             }
             Completion::Broken { error, .. } => {
                 if let Some(key) = key {
-                    self.node.handle_fabric_broken(
-                        now,
-                        key,
-                        &Reason::new(ReasonKind::FabricError, error.to_string()),
-                    );
+                    self.endpoint_broke(now, key, &error);
                 }
             }
         }
+    }
+
+    /// A peer's process has died: it is the same process in both directions.
+    fn process_ended(&mut self, now: Time, key: PeerKey) {
+        for key in self.node.keys_of(key.incarnation).collect::<Vec<_>>() {
+            self.node.handle_peer_died(now, key);
+        }
+    }
+
+    /// The endpoint to a peer does not work any more: with a sentence that names the peer, since the fabric's cannot.
+    pub(super) fn endpoint_broke(&mut self, now: Time, key: PeerKey, error: &FabricError) {
+        let name = self.peers.get(&key).and_then(|io| io.describe.as_ref()).map_or("?", |d| d.name.as_str());
+        let reason = Reason::new(ReasonKind::PeerLost, format!("peer {name} is lost: {error}"));
+        self.node.handle_fabric_broken(now, key, &reason);
     }
 
     fn endpoint_up(&mut self, now: Time, key: PeerKey, which: Which, ep: EpId, info: String) {
@@ -451,6 +478,13 @@ impl Driver {
                 }
             }
             other => self.directory_closed(now, conn, other, reason),
+        }
+    }
+
+    /// What a forgotten peer leaves behind.
+    pub(super) fn drop_watch(&mut self, io: &mut PeerIo) {
+        if let Some((_, id)) = io.watch.take() {
+            self.watches.remove(&id);
         }
     }
 

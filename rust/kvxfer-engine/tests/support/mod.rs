@@ -186,6 +186,7 @@ pub fn expect(room: u64, pages: &[u32], start: u64, tokens: u64, source: &str) -
     ExpectOrder {
         room,
         pages: vec![Arc::from(pages)],
+        odd_page: None,
         start,
         tokens,
         source: source.to_owned(),
@@ -200,6 +201,7 @@ pub fn push(room: u64, pages: &[u32], start: u64, tokens: u64) -> PushOrder {
     PushOrder {
         room,
         pages: vec![Arc::from(pages)],
+        odd_page: None,
         start,
         tokens,
         layers: None,

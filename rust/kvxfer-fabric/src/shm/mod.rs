@@ -35,13 +35,14 @@ mod sock;
 mod source;
 mod wire;
 
+pub(crate) use host::{HostId, start_time};
 pub use host::{HostReport, HugePages, host_report};
 pub use pool::{PoolOptions, ShmPool};
+pub(crate) use process::watch;
 
 use crate::{Backing, Completion, EndRole, EpId, Fabric, FabricError, MemKind, Mover, Piece, RegionSpan};
 use blob::{Blob, ProcessKey};
 use copy::{Copier, LocalRegion, RemotePlace, RemoteRegion};
-use host::HostId;
 use poller::{EVENTS, Poller, Subject};
 use pool::Mapping;
 use reader::{Attach, Step};
@@ -146,7 +147,7 @@ impl ShmFabric {
     pub fn new(regions: Vec<RegionSpan>, options: ShmOptions) -> Result<Self, FabricError> {
         let host = HostId::of_this_process()?;
         let pid = std::process::id();
-        let start = host::start_time(pid)
+        let start = start_time(pid)
             .ok_or_else(|| os_error("read", &format!("/proc/{pid}/stat; is /proc mounted?")))?;
         let process = ProcessKey { pid, start, instance: random()? };
         let (local, exports) = register(regions)?;
@@ -474,7 +475,7 @@ impl Fabric for ShmFabric {
             return Err(FabricError::Closed(format!("endpoint {} is open already", ep.0)));
         }
         let process = blob.process;
-        let pidfd = process::watch(process.pid, process.start)?;
+        let pidfd = watch(process.pid, process.start)?;
         if let Some(fd) = &pidfd {
             self.poller.add(fd, Subject::Process(ep.0))?;
         } else {

@@ -427,7 +427,7 @@ impl Hostile {
         let pid = std::process::id();
         let name = format!("kvxfer-hostile-{:x}", u128::from_le_bytes(random().unwrap())).into_bytes();
         let listener = sock::listen(&name).unwrap();
-        let process = ProcessKey { pid, start: host::start_time(pid).unwrap(), instance: [1; 16] };
+        let process = ProcessKey { pid, start: start_time(pid).unwrap(), instance: [1; 16] };
         let blob = Blob { host: HostId::of_this_process().unwrap(), process, token: [2; 32], name };
         Self { listener, blob }
     }
@@ -495,7 +495,7 @@ fn an_impostor_on_the_socket_is_refused() {
     let Hostile { listener: _listener, mut blob } = Hostile::new();
     let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
     blob.process.pid = child.id();
-    blob.process.start = host::start_time(child.id()).unwrap();
+    blob.process.start = start_time(child.id()).unwrap();
     let mut reader = node(&[(PAGE, true)], 0, ShmOptions::default());
     reader.fabric.connect(EpId(1), EndRole::Active, &blob.encode(), &[PAGE]).unwrap();
     reader.step();

@@ -40,10 +40,15 @@ impl Setting {
     }
 }
 
+/// The first minor version of UCX 1 whose default protocols can use TCP's own put.
+const PUTS_OVER_TCP: u32 = 16;
+
 /// UCX 1.13 names a transport's settings without the transport; later versions refuse that.
 const RENAMED: u32 = 14;
 
-const SETTINGS: [Setting; 6] = [
+// TCP's own put is left on, although it cannot be fenced (fence::TCP_PUT): without it UCX makes puts of active
+// messages, and aborts the receiver's process when it cannot answer one because the sender has died.
+const SETTINGS: [Setting; 5] = [
     // With peer error handling, any other threshold makes UCX emulate puts with active messages.
     Setting::new("RNDV_THRESH", &[(0, "RNDV_THRESH")], "inf", &[]),
     // Without these, shared memory is not used where peer error handling is asked for.
@@ -59,9 +64,6 @@ const SETTINGS: [Setting; 6] = [
         "y",
         &["sysv", "shm", "sm", "mm"],
     ),
-    // TCP's own put cannot be fenced, see fence::TCP_PUT. It is no faster for pages, and where UCX has it, it also
-    // prefers it to shared memory for targets that it did not allocate.
-    Setting::new("TCP_PUT_ENABLE", &[(0, "PUT_ENABLE"), (RENAMED, "TCP_PUT_ENABLE")], "n", &["tcp"]),
     // A dead peer behind shared memory is only noticed by these probes; UCX's own default is 20 s.
     Setting::new("KEEPALIVE_INTERVAL", &[(0, "KEEPALIVE_INTERVAL")], "1s", &[]),
     // Names of transports in DEFAULT_TLS that this build lacks are no reason for a warning.
@@ -83,13 +85,31 @@ pub(super) struct Shared {
     pub(super) context: Arc<Context>,
     /// `KEY=value` of each setting that was applied.
     pub(super) settings: Vec<String>,
+    /// Whether UCX may use TCP's own put, by what the environment said when it read its settings.
+    pub(super) tcp_puts: bool,
 }
 
-impl Shared {
-    /// Whether UCX may use TCP's own put (the user's setting stands).
-    pub(super) fn tcp_puts(&self) -> bool {
-        !self.settings.iter().any(|s| s.ends_with("PUT_ENABLE=n"))
-            && !std::env::var("UCX_TCP_PUT_ENABLE").is_ok_and(|v| matches!(v.as_str(), "n" | "no" | "0"))
+/// UCX's default is to use TCP's own put, unless the user said no in words that kvxfer knows.
+fn puts_by(user: Option<&str>) -> bool {
+    !user.is_some_and(|v| matches!(v.to_ascii_lowercase().as_str(), "n" | "no" | "0"))
+}
+
+/// Why puts over TCP are active messages here, with which a writer that is killed can abort the receiver's process.
+fn emulated(tls: &str, minor: u32, user: impl Fn(&str) -> Option<String>) -> Option<&'static str> {
+    let used = match tls.strip_prefix('^') {
+        Some(not) => not.split(',').all(|t| t != "tcp"),
+        None => tls.split(',').any(|t| matches!(t, "tcp" | "all")),
+    };
+    if !used {
+        None
+    } else if minor < PUTS_OVER_TCP {
+        Some("UCX before 1.16 knows no other way")
+    } else if !puts_by(user("PROTO_ENABLE").as_deref()) {
+        Some("UCX_PROTO_ENABLE is off")
+    } else if !puts_by(user("TCP_PUT_ENABLE").as_deref()) {
+        Some("UCX_TCP_PUT_ENABLE is off")
+    } else {
+        None
     }
 }
 
@@ -107,9 +127,19 @@ pub(super) fn shared(options: &UcxOptions) -> Result<Arc<Shared>, FabricError> {
     let user = |key: &str| std::env::var(format!("UCX_{key}")).ok();
     let settings = wanted(options.tls.as_deref(), lib.version().minor, user);
     let settings: Vec<(&str, &str)> = settings.iter().map(|(key, value)| (*key, value.as_str())).collect();
+    let tcp_puts = puts_by(user("TCP_PUT_ENABLE").as_deref());
     let (context, settings) = Context::new(lib, &settings)?;
     tracing::debug!(library = ?lib, ?settings, "UCX context made");
-    let shared = Arc::new(Shared { context: Arc::new(context), settings });
+    let users_tls = user("TLS");
+    let tls = options.tls.as_deref().or(users_tls.as_deref()).unwrap_or(DEFAULT_TLS);
+    if let Some(why) = emulated(tls, lib.version().minor, user) {
+        tracing::warn!(
+            why,
+            "writes over TCP are active messages of UCX: a peer that is killed while it writes to this process can \
+             make UCX abort it; use UCX 1.16 or later with its defaults, or transports without tcp"
+        );
+    }
+    let shared = Arc::new(Shared { context: Arc::new(context), settings, tcp_puts });
     contexts.insert(options.tls.clone(), Arc::clone(&shared));
     Ok(shared)
 }
@@ -201,7 +231,7 @@ mod tests {
         };
         let some = wanted(None, 22, user);
         assert!(!some.iter().any(|(key, _)| *key == "RNDV_THRESH" || *key == "TLS"), "{some:?}");
-        assert!(has(&some, "POSIX_ERROR_HANDLING", "y") && !has(&some, "TCP_PUT_ENABLE", "n"), "{some:?}");
+        assert!(has(&some, "POSIX_ERROR_HANDLING", "y"), "{some:?}");
         // What the caller asks for goes over what the environment says.
         assert!(has(&wanted(Some("tcp"), 22, user), "TLS", "tcp"));
     }
@@ -209,9 +239,33 @@ mod tests {
     #[test]
     fn old_versions_get_the_names_they_know() {
         let old = wanted(None, 13, |_| None);
-        assert!(has(&old, "MM_ERROR_HANDLING", "y") && has(&old, "PUT_ENABLE", "n"), "{old:?}");
+        assert!(has(&old, "MM_ERROR_HANDLING", "y"), "{old:?}");
         assert!(!old.iter().any(|(key, _)| key.starts_with("POSIX") || key.starts_with("SYSV")), "{old:?}");
         let tcp = wanted(Some("tcp"), 13, |_| None);
-        assert!(!has(&tcp, "MM_ERROR_HANDLING", "y") && has(&tcp, "PUT_ENABLE", "n"), "{tcp:?}");
+        assert!(!has(&tcp, "MM_ERROR_HANDLING", "y"), "{tcp:?}");
+    }
+
+    #[test]
+    fn tcps_own_put_is_the_users_to_turn_off() {
+        for minor in [13, 22] {
+            let all = wanted(None, minor, |_| None);
+            assert!(!all.iter().any(|(key, _)| key.ends_with("PUT_ENABLE")), "{all:?}");
+        }
+        // What is not understood counts as on, and then there is no fence.
+        assert!([None, Some("y"), Some("1"), Some(""), Some("maybe")].into_iter().all(puts_by));
+        assert!(![Some("n"), Some("no"), Some("NO"), Some("0")].into_iter().any(puts_by));
+    }
+
+    #[test]
+    fn emulated_puts_are_named() {
+        let off = |name: &'static str| move |key: &str| (key == name).then(|| "n".to_owned());
+        assert_eq!(emulated(DEFAULT_TLS, 22, |_| None), None);
+        for tls in [DEFAULT_TLS, "all", "^cma", "tcp"] {
+            assert!(emulated(tls, 13, |_| None).is_some(), "{tls}");
+            assert!(emulated(tls, 22, off("TCP_PUT_ENABLE")).is_some(), "{tls}");
+            assert!(emulated(tls, 22, off("PROTO_ENABLE")).is_some(), "{tls}");
+        }
+        assert_eq!(emulated("posix,rc", 13, |_| None), None);
+        assert_eq!(emulated("^cma,tcp", 13, |_| None), None);
     }
 }

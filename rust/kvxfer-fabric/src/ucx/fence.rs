@@ -3,17 +3,18 @@
 use crate::FabricError;
 use std::collections::BTreeSet;
 
-/// What a sender names beside `tcp` when its UCX may use TCP's own put. Our setting turns that off: such writes go
-/// straight from the socket into memory, and closing the endpoint does not close the socket, which UCX keeps for
-/// receiving (1.22: a megabyte landed after the close). Without it puts are active messages, which the receiver's
-/// UCX looks up by the endpoint's number, never used again, and drops when that is closed.
+/// What a sender names beside `tcp` unless its user has turned TCP's own put off: such writes go straight from the
+/// socket into memory, and closing the endpoint does not close the socket, which UCX keeps for receiving (1.22: a
+/// megabyte landed after the close). Without it puts are active messages, which the receiver's UCX looks up by the
+/// endpoint's number, never used again, and drops when that is closed; but they can take the receiver's process down
+/// (docs/ucx-notes.md).
 pub(super) const TCP_PUT: &str = "tcp_put";
 
 /// Whether nothing lands any more once our FORCE close has completed; `Err` says why not.
 fn closes_the_way(transport: &str) -> Result<(), &'static str> {
     match transport {
         "tcp" => Ok(()),
-        TCP_PUT => Err("UCX_TCP_PUT_ENABLE is on at the sender, and such writes pass a closed endpoint by"),
+        TCP_PUT => Err("UCX's own put over TCP passes a closed endpoint by"),
         // The queue pair is destroyed, and the adapter drops what arrives for it.
         "rc_verbs" | "rc_mlx5" => Ok(()),
         "dc_mlx5" => Err("its target queue is shared by every peer of the interface"),

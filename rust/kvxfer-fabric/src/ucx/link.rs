@@ -387,7 +387,7 @@ impl UcxFabric {
             match (warmed, &link.end) {
                 (Some(UCS_OK), Some(end)) => {
                     let mut names = end.endpoint.transports();
-                    if !names.is_empty() && self.shared.tcp_puts() && names.iter().any(|n| n == "tcp") {
+                    if !names.is_empty() && self.shared.tcp_puts && names.iter().any(|n| n == "tcp") {
                         names.push(fence::TCP_PUT.to_owned());
                     }
                     let hello =

@@ -99,6 +99,9 @@ impl std::fmt::Debug for UcxFabric {
             .field("settings", &self.shared.settings)
             .field("regions", &self.locals.len())
             .field("endpoints", &self.links.keys())
+            .field("closing", &self.endings.len())
+            .field("fences", &self.fences.len())
+            .field("peers", &self.peers.len())
             .finish_non_exhaustive()
     }
 }

@@ -26,11 +26,16 @@ impl Wire {
     }
 
     pub fn recv(&mut self) -> Vec<u8> {
+        self.hear().expect("peer writes")
+    }
+
+    /// A frame, or nothing if the peer has ended.
+    pub fn hear(&mut self) -> Option<Vec<u8>> {
         let mut len = [0; 4];
-        self.0.read_exact(&mut len).expect("peer writes");
+        self.0.read_exact(&mut len).ok()?;
         let mut bytes = vec![0; u32::from_le_bytes(len) as usize];
-        self.0.read_exact(&mut bytes).expect("peer writes");
-        bytes
+        self.0.read_exact(&mut bytes).ok()?;
+        Some(bytes)
     }
 
     /// A frame, if one has begun to arrive.

@@ -154,6 +154,7 @@ impl Node {
                 ));
             }
         }
+        self.check_odd_page(room, e.odd_page)?;
         self.book.grant(room, &e.pages)
     }
 

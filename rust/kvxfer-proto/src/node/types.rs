@@ -114,6 +114,9 @@ pub struct Expect {
     pub room: Room,
     /// One page list a group.
     pub pages: Vec<Arc<[u32]>>,
+    /// The first id that is negative or past 32 bits, and its group; the lists have [`u32::MAX`] in its place, which
+    /// is no page. An id past 64 bits is given as the nearest `i64`.
+    pub odd_page: Option<(usize, i64)>,
     /// Tokens `first..end`.
     pub tokens: (u64, u64),
     /// From where.
@@ -135,6 +138,9 @@ pub struct Push {
     pub id: PushId,
     /// One page list a group; `pages[g][0]` holds token `tokens.0`.
     pub pages: Vec<Arc<[u32]>>,
+    /// The first id that is negative or past 32 bits, and its group; the lists have [`u32::MAX`] in its place, which
+    /// is no page. An id past 64 bits is given as the nearest `i64`.
+    pub odd_page: Option<(usize, i64)>,
     /// Tokens `first..end`.
     pub tokens: (u64, u64),
     /// Layers `first..end` in the model's numbering; all of the rank's if `None`.

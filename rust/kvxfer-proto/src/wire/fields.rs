@@ -56,7 +56,7 @@ fields! {
     Proof { 1 mac }
     Describe {
         1 name, 2 engine, 3 dp_rank, 4 role, 5 mode, 6 groups, 7 shard, 8 pages, 9 model, 10 regions,
-        11 fabrics, 12 received, 13 link_generation, 14 staging,
+        11 fabrics, 12 received, 13 link_generation, 14 staging, 15 process,
     }
     Attach { 1 fabric }
     Attached { 1 error (?), 2 info }

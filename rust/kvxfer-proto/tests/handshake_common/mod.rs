@@ -57,6 +57,7 @@ pub fn describe(name: &str, role: Role) -> Describe {
         received: 3,
         link_generation: 0,
         staging: (0, 0),
+        process: Vec::new(),
     }
 }
 

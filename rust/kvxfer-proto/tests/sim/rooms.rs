@@ -49,6 +49,7 @@ pub fn expect(r: u64, pages: &[u32], tokens: (u64, u64)) -> Expect {
     Expect {
         room: room(r),
         pages: ids(pages),
+        odd_page: None,
         tokens,
         source: source(),
         verify: Verify::Off,
@@ -63,6 +64,7 @@ pub fn push(r: u64, id: u64, pages: &[u32], tokens: (u64, u64)) -> Push {
         room: room(r),
         id: PushId(id),
         pages: ids(pages),
+        odd_page: None,
         tokens,
         layers: None,
         last: true,

@@ -110,6 +110,7 @@ pub fn describe() -> Describe {
         received: 41,
         link_generation: 2,
         staging: (1 << 20, 16),
+        process: b"boot, pid".to_vec(),
     }
 }
 
@@ -229,7 +230,7 @@ fn any_describe() -> impl Strategy<Value = Describe> {
     (
         (any_text(), any_text(), any::<u32>(), roles, any_text(), vec(any_layout(), 0..4), any_shard()),
         (vec(any::<u32>(), 0..4), any_text(), vec(any_region(), 0..20), vec(any_offer(), 0..3)),
-        (any::<u64>(), any::<u64>(), any::<(u64, u32)>()),
+        (any::<u64>(), any::<u64>(), any::<(u64, u32)>(), vec(any::<u8>(), 0..50)),
     )
         .prop_map(|(a, b, c)| Describe {
             name: a.0,
@@ -246,6 +247,7 @@ fn any_describe() -> impl Strategy<Value = Describe> {
             received: c.0,
             link_generation: c.1,
             staging: c.2,
+            process: c.3,
         })
 }
 

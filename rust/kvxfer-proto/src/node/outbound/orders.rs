@@ -121,6 +121,7 @@ impl Node {
                 );
                 return Err(Reason::new(ReasonKind::PageError, text));
             }
+            self.check_odd_page(room, push.odd_page.filter(|(group, _)| *group == g))?;
             if let Some(page) = list.iter().find(|p| *p >= count) {
                 let text = format!(
                     "room {room}: page {page} of group {g} is out of range: the group has pages 0 to {}",
@@ -130,6 +131,25 @@ impl Node {
             }
         }
         Ok(())
+    }
+
+    /// Refuses an id that no `u32` holds, by its own value.
+    pub(in crate::node) fn check_odd_page(
+        &self,
+        room: Room,
+        odd_page: Option<(usize, i64)>,
+    ) -> Result<(), Reason> {
+        let Some((group, page)) = odd_page else { return Ok(()) };
+        let beyond = match page {
+            i64::MIN => " or less",
+            i64::MAX => " or more",
+            _ => "",
+        };
+        let text = format!(
+            "room {room}: page {page}{beyond} of group {group} is out of range: the group has pages 0 to {}",
+            self.page_counts.get(group).map_or(0, |count| count.saturating_sub(1))
+        );
+        Err(Reason::new(ReasonKind::PageError, text))
     }
 
     /// Whether this room is still pushed from here: what waits on its behalf may be dropped otherwise.
