@@ -18,12 +18,9 @@ use kvxfer_fabric::ucx::{self, UcxFabric, UcxOptions};
 use kvxfer_fabric::{Completion, EndRole, EpId, Fabric, FabricError, MemKind, Piece, RegionSpan};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
-use ucx_common::{EP, Node, Peer, Wire, options, peer_job, spawn, ucx_present};
-
-const PAGE: usize = 4096;
-const PAGES: usize = 256;
-const BYTES: usize = PAGE * PAGES;
-const CANARY: u8 = 0xC5;
+use ucx_common::{
+    BYTES, CANARY, EP, Node, PAGE, PAGES, Peer, Wire, options, peer_job, piece, spawn, ucx_present, write,
+};
 
 #[test]
 fn peer_process() {
@@ -34,8 +31,6 @@ fn peer_process() {
     match job.as_str() {
         "receive" => receive(&mut node, &mut wire),
         "write" => write(&mut node, &mut wire, 0),
-        "write plain" => write(&mut node, &mut wire, 1),
-        "survive" => survive(&mut node, &mut wire),
         "both ways" => both_ways(),
         "lost connection" => lost_connection(),
         other => panic!("no job {other}"),
@@ -56,83 +51,6 @@ fn receive(node: &mut Node, wire: &mut Wire) {
             Some(other) => panic!("{other:?}"),
             None => std::thread::yield_now(),
         }
-    }
-}
-
-/// The peer that writes without end, into a new connection whenever the old one breaks.
-fn write(node: &mut Node, wire: &mut Wire, region: u32) {
-    node.fill(1, |_| 0xEE);
-    loop {
-        node.connect(wire, EP, EndRole::Active);
-        let batch: Vec<Piece> = (0..PAGES).map(|p| piece((1, p), (region, p))).collect();
-        let mut flushes = 0;
-        loop {
-            let posted = node.fabric.post(EP, &batch);
-            node.fabric.flush(EP, flushes).expect("the endpoint is known");
-            flushes += 1;
-            // Do not wait for the flush: there is always more in UCX than it has sent.
-            node.progress();
-            if node.seen.len() > 1000 {
-                node.seen.retain(|c| matches!(c, Completion::Broken { .. }));
-            }
-            if let Some(order) = wire.try_recv() {
-                node.fabric.disconnect(EP);
-                if order == b"quit" {
-                    return;
-                }
-                break;
-            }
-            if posted.is_err() || node.seen.iter().any(|c| matches!(c, Completion::Broken { .. })) {
-                // It heard of the fence; the order comes all the same.
-                node.fabric.disconnect(EP);
-                if wire.recv() == b"quit" {
-                    return;
-                }
-                break;
-            }
-        }
-        node.seen.clear();
-    }
-}
-
-/// A receiver whose writers are killed one after the other; says when bytes arrive and when it has seen to the death.
-fn survive(node: &mut Node, wire: &mut Wire) {
-    loop {
-        node.fill(0, |_| CANARY);
-        node.fill(1, |_| CANARY);
-        node.connect(wire, EP, EndRole::Passive);
-        let start = Instant::now();
-        while [0, 1].iter().all(|region| node.dump(*region)[..PAGE].iter().all(|b| *b == CANARY)) {
-            node.progress();
-            assert!(start.elapsed() < Duration::from_secs(10), "the peer does not write");
-        }
-        wire.send(b"flowing");
-        let killed = wire.recv();
-        if let Ok(v) = std::env::var("STALL") {
-            std::thread::sleep(Duration::from_millis(v.parse().unwrap()));
-        }
-        // What the dead one left in sockets and queues comes now. Nothing says when that was all, so there is a time.
-        let start = Instant::now();
-        while start.elapsed() < Duration::from_millis(100) {
-            node.progress();
-        }
-        node.fabric.fence(EP, 1).expect("the endpoint is known");
-        node.until(Duration::from_secs(10), |c| matches!(c, Completion::Fenced { .. }).then_some(()));
-        node.seen.clear();
-        wire.send(b"alive");
-        if killed == b"last" {
-            return;
-        }
-    }
-}
-
-fn piece(src: (u32, usize), dst: (u32, usize)) -> Piece {
-    Piece {
-        src_region: src.0,
-        src_off: (src.1 * PAGE) as u64,
-        dst_region: dst.0,
-        dst_off: (dst.1 * PAGE) as u64,
-        len: PAGE as u64,
     }
 }
 
@@ -281,44 +199,6 @@ fn a_piece_out_of_bounds_posts_nothing() {
     node.fabric.post(EP, &[good]).expect("in bounds");
     node.flush(EP, 2, Duration::from_secs(5)).expect("flushed");
     assert_eq!(remote(&mut peer, 0)[..PAGE], (0..PAGE).map(byte).collect::<Vec<_>>());
-}
-
-/// Writers die in mid-flow; the receiver is a process of its own, so that its abort is seen.
-fn a_writer_is_killed(job: &str, tls: &str) {
-    const KILLS: usize = 15;
-    if !ucx_present() {
-        return;
-    }
-    let mut receiver = spawn("survive", tls, BYTES, &[]);
-    for kill in 1..=KILLS {
-        let mut writer = spawn(job, tls, BYTES, &[]);
-        let (from_writer, from_receiver) = (writer.wire.recv(), receiver.wire.recv());
-        receiver.wire.send(&from_writer);
-        writer.wire.send(&from_receiver);
-        assert_eq!(receiver.wire.recv(), b"flowing");
-        writer.child.kill().expect("running");
-        writer.child.wait().expect("killed");
-        receiver.wire.send(if kill == KILLS { b"last" } else { b"next" });
-        let word = receiver.wire.hear();
-        assert!(word.as_deref() == Some(b"alive"), "kill {kill}: {:?}", receiver.child.wait());
-    }
-    let status = receiver.child.wait().expect("ends");
-    assert!(status.success(), "{status}");
-}
-
-#[test]
-fn a_writer_killed_in_mid_flow_does_not_abort_the_receiver() {
-    if ucx_present() && ucx::probe(&options("")).expect("UCX is there").version.minor < 16 {
-        // kvxfer warns of it: docs/ucx-notes.md.
-        eprintln!("skipped: UCX before 1.16 always emulates puts over TCP, and aborts");
-        return;
-    }
-    a_writer_is_killed("write", "tcp");
-}
-
-#[test]
-fn a_writer_killed_in_mid_flow_into_plain_memory_does_not_abort_the_receiver() {
-    a_writer_is_killed("write plain", "");
 }
 
 /// The setting with which TCP has a fence.

@@ -2,7 +2,7 @@
 #![allow(dead_code)] // each test binary uses a part of it
 
 use kvxfer_fabric::ucx::{UcxFabric, UcxOptions, UcxPool};
-use kvxfer_fabric::{Backing, Completion, EndRole, EpId, Fabric, FabricError, MemKind, RegionSpan};
+use kvxfer_fabric::{Backing, Completion, EndRole, EpId, Fabric, FabricError, MemKind, Piece, RegionSpan};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
@@ -11,10 +11,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub const EP: EpId = EpId(1);
+pub const PAGE: usize = 4096;
+pub const PAGES: usize = 256;
+pub const BYTES: usize = PAGE * PAGES;
+pub const CANARY: u8 = 0xC5;
 const SOCKET: &str = "KVXFER_TEST_PEER_SOCKET";
 const JOB: &str = "KVXFER_TEST_PEER_JOB";
 const TLS: &str = "KVXFER_TEST_PEER_TLS";
-const BYTES: &str = "KVXFER_TEST_PEER_BYTES";
+const SIZE: &str = "KVXFER_TEST_PEER_BYTES";
 
 /// Frames over a socket.
 pub struct Wire(UnixStream);
@@ -81,7 +85,7 @@ pub fn spawn(job: &str, tls: &str, bytes: usize, env: &[(&str, &str)]) -> Peer {
         .env(SOCKET, &path)
         .env(JOB, job)
         .env(TLS, tls)
-        .env(BYTES, bytes.to_string())
+        .env(SIZE, bytes.to_string())
         .envs(env.iter().copied())
         .stdout(std::process::Stdio::null());
     let child = command.spawn().expect("own binary starts");
@@ -93,7 +97,7 @@ pub fn spawn(job: &str, tls: &str, bytes: usize, env: &[(&str, &str)]) -> Peer {
 pub fn peer_job() -> Option<(String, String, usize, Wire)> {
     let path = PathBuf::from(std::env::var_os(SOCKET)?);
     let stream = UnixStream::connect(path).expect("parent listens");
-    let bytes = std::env::var(BYTES).expect("bytes").parse().expect("a number");
+    let bytes = std::env::var(SIZE).expect("bytes").parse().expect("a number");
     Some((std::env::var(JOB).expect("job"), std::env::var(TLS).expect("tls"), bytes, Wire(stream)))
 }
 
@@ -214,5 +218,51 @@ impl Node {
             }
             _ => None,
         })
+    }
+}
+
+/// The peer that writes without end, into a new connection whenever the old one breaks.
+pub fn write(node: &mut Node, wire: &mut Wire, region: u32) {
+    node.fill(1, |_| 0xEE);
+    loop {
+        node.connect(wire, EP, EndRole::Active);
+        let batch: Vec<Piece> = (0..PAGES).map(|p| piece((1, p), (region, p))).collect();
+        let mut flushes = 0;
+        loop {
+            let posted = node.fabric.post(EP, &batch);
+            node.fabric.flush(EP, flushes).expect("the endpoint is known");
+            flushes += 1;
+            // Do not wait for the flush: there is always more in UCX than it has sent.
+            node.progress();
+            if node.seen.len() > 1000 {
+                node.seen.retain(|c| matches!(c, Completion::Broken { .. }));
+            }
+            if let Some(order) = wire.try_recv() {
+                node.fabric.disconnect(EP);
+                if order == b"quit" {
+                    return;
+                }
+                break;
+            }
+            if posted.is_err() || node.seen.iter().any(|c| matches!(c, Completion::Broken { .. })) {
+                // It heard of the fence; the order comes all the same.
+                node.fabric.disconnect(EP);
+                if wire.recv() == b"quit" {
+                    return;
+                }
+                break;
+            }
+        }
+        node.seen.clear();
+    }
+}
+
+pub fn piece(src: (u32, usize), dst: (u32, usize)) -> Piece {
+    Piece {
+        src_region: src.0,
+        src_off: (src.1 * PAGE) as u64,
+        dst_region: dst.0,
+        dst_off: (dst.1 * PAGE) as u64,
+        len: PAGE as u64,
     }
 }
