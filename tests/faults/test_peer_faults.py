@@ -191,7 +191,10 @@ def test_prefill_is_killed(way: Way, flowing: bool) -> None:
             doomed.child.kill()
             failure = decode.failed(room, way.death_s)
             decode.until(released(room), way.death_s)
-            assert time.monotonic() - began < way.death_s
+            took = time.monotonic() - began
+            assert took < way.death_s
+            # Over UCX not before what the kernel still held of the dead process has been taken in.
+            assert way.fabric == "shm" or took >= 1
             doomed.child.wait(20)
         assert decode.some_arrived(one) == flowing
         decode.ended_once(room)

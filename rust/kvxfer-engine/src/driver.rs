@@ -49,6 +49,10 @@ pub(crate) struct Driver {
     rooms: HashMap<Room, Arc<RoomShared>>,
     /// Pushes whose pages may not be read yet.
     signals: Vec<(Room, PushId, Arc<dyn ReadySignal>)>,
+    /// Dead peers whose pages come back after this time, once the fabrics were idle.
+    settling: Vec<(Time, PeerKey)>,
+    /// When the fabrics last had nothing to take in.
+    fabrics_idle_at: Time,
     /// When this side moved the first byte of a room.
     first_write: HashMap<Room, u64>,
     /// Who is told of a flush.
@@ -167,6 +171,8 @@ impl Driver {
             peers: HashMap::new(),
             rooms: HashMap::new(),
             signals: Vec::new(),
+            settling: Vec::new(),
+            fabrics_idle_at: Time(0),
             first_write: HashMap::new(),
             tickets: HashMap::new(),
             fences: HashMap::new(),
@@ -281,7 +287,8 @@ impl Driver {
             return;
         }
         let retry = self.retries.first().map(|(at, _)| *at);
-        let timers = [self.node.poll_timeout(), handshakes, retry, self.closing];
+        let settled = self.settling.iter().map(|(at, _)| *at).min();
+        let timers = [self.node.poll_timeout(), handshakes, retry, settled, self.closing];
         let next = timers.into_iter().flatten().min();
         let mut wait = next.map(|t| Duration::from_micros(t.since_us(now)));
         if !self.tickets.is_empty() || !self.signals.is_empty() {
@@ -373,6 +380,10 @@ impl Driver {
             self.completion(now, which, key, c);
         }
         self.completions = completions;
+        if !busy {
+            self.fabrics_idle_at = now;
+        }
+        self.settle_dead(now);
         busy
     }
 

@@ -200,6 +200,9 @@ impl Driver {
     }
 
     fn fence_result(&mut self, now: Time, key: PeerKey, result: Result<(), FabricError>) {
+        if let (Err(e), Some(io)) = (&result, self.peers.get_mut(&key)) {
+            io.tcp = !matches!(e, FabricError::NoFence { transport, .. } if !transport.contains("tcp"));
+        }
         let result = match key.direction {
             Direction::WeGrant => result.map_err(|e| Reason::new(ReasonKind::FabricError, e.to_string())),
             // Our own writes ended when our endpoint was closed, whatever the transport promises its target.

@@ -14,6 +14,9 @@ use kvxfer_proto::{Reason, ReasonKind, SessionNo, Side, Time};
 use std::sync::Arc;
 use std::time::Duration;
 
+/// How long the kernel of this host may take to hand over what a peer on it had sent: many times TCP's timers on loopback.
+const SETTLE: Duration = Duration::from_secs(1);
+
 /// An endpoint that can carry bytes, and the plan for the two shards.
 pub(super) struct Endpoint {
     pub(super) which: Which,
@@ -40,6 +43,12 @@ pub(super) struct PeerIo {
     choices: Vec<Which>,
     /// Its process, if it is on this host.
     watch: Option<(ProcessWatch, WatchId)>,
+    /// Bytes came or went over UCX: what the kernel still holds of them is applied by our own worker.
+    ucx: bool,
+    /// The last fence failed because of TCP, or for an unknown reason.
+    pub(super) tcp: bool,
+    /// When it first came back after a fence that was impossible.
+    answered_at: Option<Time>,
     /// Slices whose flush has not come back.
     pub(super) in_flight: usize,
     /// A connection on which the peers did not fit; rooms are failed on it.
@@ -165,6 +174,11 @@ impl Driver {
             io.dialling = None;
         }
         self.sessions.insert(conn, (key, e.met.session));
+        if !self.answer_has_settled(now, key, describe.link_generation) {
+            let reason = Reason::new(ReasonKind::PeerLost, "what was in flight may still arrive");
+            self.control.close(conn, reason);
+            return;
+        }
         self.attempts.remove(&Retry::Connect(key));
         self.node.handle_session_up(
             now,
@@ -234,6 +248,7 @@ impl Driver {
         let lens: Vec<u64> = describe.regions.iter().map(|r| r.len).collect();
         let ep = self.carriers.connect(which, key, &describe.fabrics, &lens)?;
         io.attaching = Some((which, ep));
+        io.ucx |= which == Which::Ucx;
         Ok(())
     }
 
@@ -360,14 +375,56 @@ impl Driver {
     /// A peer's process has died: it is the same process in both directions.
     fn process_ended(&mut self, now: Time, key: PeerKey) {
         for key in self.node.keys_of(key.incarnation).collect::<Vec<_>>() {
+            if !self.peers.get(&key).is_some_and(|io| io.ucx) {
+                self.node.handle_peer_died(now, key);
+                continue;
+            }
+            // Its rooms fail now. Its pages come back once our worker has taken what the kernel still held of it.
+            self.node.handle_unreachable(now, key);
+            let text = format!("the process of peer {} has died", self.peer_name(key));
+            self.node.handle_fabric_broken(now, key, &Reason::new(ReasonKind::PeerLost, text));
+            self.settling.push((now.after(SETTLE), key));
+        }
+    }
+
+    /// Lets go of dead peers of which nothing can arrive any more: everything that they sent on this host was in our
+    /// sockets by then, and the worker has found them empty since.
+    pub(super) fn settle_dead(&mut self, now: Time) {
+        let idle_at = self.fabrics_idle_at;
+        let settled = |at: &Time| *at <= now && idle_at >= *at;
+        let (done, left) = std::mem::take(&mut self.settling).into_iter().partition(|(at, _)| settled(at));
+        self.settling = left;
+        let done: Vec<(Time, PeerKey)> = done;
+        for (_, key) in done {
             self.node.handle_peer_died(now, key);
         }
     }
 
+    /// Whether a peer that could not be fenced, and comes back having ended its writes, may be believed already. Over TCP
+    /// from another host it never may: the network can hold bytes for as long as it likes.
+    fn answer_has_settled(&mut self, now: Time, key: PeerKey, its_generation: u64) -> bool {
+        let idle_at = self.fabrics_idle_at;
+        let answers = self.node.is_unfenceable(key) && its_generation >= self.node.link_state(key).1;
+        let Some(io) = self.peers.get_mut(&key).filter(|io| io.ucx && answers) else { return true };
+        if io.tcp && io.watch.is_none() {
+            return false;
+        }
+        let settled_at = io.answered_at.get_or_insert(now).after(SETTLE);
+        if now < settled_at || idle_at < settled_at {
+            return false;
+        }
+        io.answered_at = None;
+        true
+    }
+
+    fn peer_name(&self, key: PeerKey) -> &str {
+        self.peers.get(&key).and_then(|io| io.describe.as_ref()).map_or("?", |d| d.name.as_str())
+    }
+
     /// The endpoint to a peer does not work any more: with a sentence that names the peer, since the fabric's cannot.
     pub(super) fn endpoint_broke(&mut self, now: Time, key: PeerKey, error: &FabricError) {
-        let name = self.peers.get(&key).and_then(|io| io.describe.as_ref()).map_or("?", |d| d.name.as_str());
-        let reason = Reason::new(ReasonKind::PeerLost, format!("peer {name} is lost: {error}"));
+        let text = format!("peer {} is lost: {error}", self.peer_name(key));
+        let reason = Reason::new(ReasonKind::PeerLost, text);
         self.node.handle_fabric_broken(now, key, &reason);
     }
 

@@ -33,13 +33,13 @@ pub(super) fn verdict(transports: &BTreeSet<String>) -> Result<(), FabricError> 
             why: "UCX does not say which transports the endpoint uses".into(),
         });
     }
-    for transport in transports {
-        if let Err(why) = closes_the_way(transport) {
-            return Err(FabricError::NoFence {
-                transport: transport.clone(),
-                why: format!("{why}; only the peer's death or our own end stops it"),
-            });
-        }
+    let weak: Vec<_> =
+        transports.iter().filter_map(|t| closes_the_way(t).err().map(|why| (t.as_str(), why))).collect();
+    if let Some((_, why)) = weak.first() {
+        // All of them: who waits for the peer's own word treats TCP differently from memory that it maps.
+        let transport = weak.iter().map(|(t, _)| *t).collect::<Vec<_>>().join(",");
+        let why = format!("{why}; only the peer's death or our own end stops it");
+        return Err(FabricError::NoFence { transport, why });
     }
     Ok(())
 }
@@ -50,6 +50,15 @@ mod tests {
 
     fn of(names: &[&str]) -> Result<(), FabricError> {
         verdict(&names.iter().map(|n| (*n).to_owned()).collect())
+    }
+
+    #[test]
+    fn every_weak_transport_is_named() {
+        let err = of(&["posix", "rc_verbs", "tcp_put"]).unwrap_err();
+        assert!(
+            matches!(err, FabricError::NoFence { ref transport, .. } if transport == "posix,tcp_put"),
+            "{err}"
+        );
     }
 
     #[test]

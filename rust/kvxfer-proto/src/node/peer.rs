@@ -189,6 +189,12 @@ impl Node {
         self.dirty.insert(key);
     }
 
+    /// Whether this peer's pages are held because no fence of it is possible.
+    #[must_use]
+    pub fn is_unfenceable(&self, key: PeerKey) -> bool {
+        self.peers.get(&key).is_some_and(|p| matches!(p.fence, Fence::Impossible { .. }))
+    }
+
     /// A peer that could not be fenced comes back in our new generation: it has ended all that it did before.
     fn take_answer(&mut self, now: Time, key: PeerKey, its_generation: u64) {
         if let Some(Fence::Impossible { generation, .. }) = self.peers.get(&key).map(|p| &p.fence)
