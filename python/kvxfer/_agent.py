@@ -56,6 +56,8 @@ class Agent(_kvxfer.Agent):
       other, when a silent connection is made anew, and when a peer that cannot be reached is fenced.
       `quarantine_limit` is how many pages may wait for silent peers before the agent takes no new rooms.
 
+    `_flaw` breaks a rule on purpose, for `kvxfer stress --break`: never set it where bytes matter.
+
     Raises `BadArgument` (also for memory that does not fit the layout), `NotSupported` (memory of a GPU),
     `ListenError`, `AuthError`, `FabricError`, and TypeError for a `memory` of another type.
 
@@ -104,6 +106,7 @@ class Agent(_kvxfer.Agent):
         fence_after: float | None = None,
         quarantine_limit: int | None = None,
         slice_bytes: int | None = None,
+        _flaw: str | None = None,
     ) -> Agent:
         if not isinstance(layout, PageLayout):
             layout = groups_of(layout)
@@ -143,6 +146,7 @@ class Agent(_kvxfer.Agent):
             fence_after=fence_after,
             quarantine_limit=quarantine_limit,
             slice_bytes=slice_bytes,
+            flaw=_flaw,
         )
         self._loops = {}
         _live.add(self)

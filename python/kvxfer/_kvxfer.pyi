@@ -304,6 +304,7 @@ class Agent:
         fence_after: float | None = None,
         quarantine_limit: int | None = None,
         slice_bytes: int | None = None,
+        flaw: str | None = None,
     ) -> Self: ...
     @property
     def name(self) -> str:

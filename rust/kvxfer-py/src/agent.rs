@@ -16,6 +16,7 @@ use kvxfer_engine::{AgentConfig, ExpectOrder, FabricChoice, PushOrder, stage_nam
 use kvxfer_fabric::{MemKind, RegionSpan};
 use kvxfer_proto::PushId;
 use kvxfer_proto::msg::{Role, Verify};
+use kvxfer_proto::node::Flaw;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyDict, PyList, PyTuple};
@@ -50,12 +51,12 @@ impl Agent {
                         engine=None, dp_rank=Int(0), role="both", model=None, fabric="auto", secret=None,
                         cpu=None, queue_capacity=Int(4096), spin_us=Int(50), ucx_tls=None,
                         ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None,
-                        quarantine_limit=None, slice_bytes=None),
+                        quarantine_limit=None, slice_bytes=None, flaw=None),
            text_signature = "(name, layout, shard, regions, pages, owner, *, listen='127.0.0.1:0', \
                              directory=None, engine=None, dp_rank=0, role='both', model=None, fabric='auto', \
                              secret=None, cpu=None, queue_capacity=4096, spin_us=50, ucx_tls=None, \
                              ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None, \
-                             quarantine_limit=None, slice_bytes=None)")]
+                             quarantine_limit=None, slice_bytes=None, flaw=None)")]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn new(
         py: Python<'_>,
@@ -83,6 +84,7 @@ impl Agent {
         fence_after: Option<Seconds>,
         quarantine_limit: Option<Int<u64>>,
         slice_bytes: Option<Int<u64>>,
+        flaw: Option<&str>,
     ) -> PyResult<Self> {
         let side = side(layout, shard)?;
         let groups = side.groups.len();
@@ -127,6 +129,13 @@ impl Agent {
         node.suspect_after = suspect_after.map_or(node.suspect_after, |s| s.0);
         node.fence_after = fence_after.map_or(node.fence_after, |s| s.0);
         node.quarantine_limit = quarantine_limit.map_or(node.quarantine_limit, |n| n.0);
+        node.flaw = match flaw {
+            None => None,
+            Some(name) => Some(Flaw::from_name(name).ok_or_else(|| {
+                let known = Flaw::ALL.map(Flaw::name).join(", ");
+                errors::bad(py, format!("flaw {name:?} is not known: {known} are"))
+            })?),
+        };
         let engine = py.detach(|| kvxfer_engine::Agent::start(config)).map_err(|e| errors::start(py, &e))?;
         Ok(Self { inner: Arc::new(Inner::new(engine, owner)), name, groups, pages })
     }

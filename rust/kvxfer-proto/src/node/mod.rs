@@ -22,8 +22,8 @@ pub use coverage::{CoverError, Coverage, area, intersect};
 pub use pages::PageBook;
 pub use sources::Resolving;
 pub use types::{
-    Action, Config, Counters, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Expect, Gauges,
-    Mover, PeerKey, Push, RankInfo, RoomStats, SessionUp, Source, Stage, Unreleased,
+    Action, Config, Counters, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Expect, Flaw,
+    Gauges, Mover, PeerKey, Push, RankInfo, RoomStats, SessionUp, Source, Stage, Unreleased,
 };
 
 use crate::error::{Reason, ReasonKind};
@@ -156,7 +156,8 @@ impl Node {
             self.counters.stale_refused += 1;
             return Ok(());
         };
-        if peer.session != Some(frame.session) || frame.incarnation != key.incarnation {
+        let stale = peer.session != Some(frame.session) && self.cfg.flaw != Some(Flaw::NoSessionCheck);
+        if stale || frame.incarnation != key.incarnation {
             self.counters.stale_refused += 1;
             return Ok(());
         }
@@ -233,7 +234,14 @@ impl Node {
             self.fail_outbound(now, room, reason);
         } else {
             // Nothing is known of it here yet; what comes for it later fails at once.
-            self.tombs.put(self.cfg.tombstones, room, reason, false);
+            self.bury(room, reason, false);
+        }
+    }
+
+    /// Remembers a room that failed.
+    fn bury(&mut self, room: Room, reason: Reason, told: bool) {
+        if self.cfg.flaw != Some(Flaw::NoTombstone) {
+            self.tombs.put(self.cfg.tombstones, room, reason, told);
         }
     }
 

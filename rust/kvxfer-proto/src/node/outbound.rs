@@ -5,7 +5,7 @@ mod orders;
 
 use super::coverage::intersect;
 use super::parts::Progress;
-use super::types::{Delivery, DeliveryEnd, DeliveryId, Mover, Push, Stage};
+use super::types::{Delivery, DeliveryEnd, DeliveryId, Flaw, Mover, Push, Stage};
 use super::{Action, DeliveryFor, Node, PeerKey, Timer};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{PushId, Room, Seq, Time};
@@ -261,6 +261,7 @@ impl Node {
         }
         let moving = !begun.is_empty();
         let (seq, dst_pages, dst_start) = (dest.seq, dest.pages.clone(), dest.tokens.0);
+        let mut too_early = Vec::new();
         for (push, span, pages, pages_start) in begun {
             let part = match mover {
                 Mover::Sender => {
@@ -279,6 +280,9 @@ impl Node {
                             layers: span.layers.0..span.layers.1,
                         },
                     }));
+                    if self.cfg.flaw == Some(Flaw::SuccessBeforeFlush) {
+                        too_early.push((push, id));
+                    }
                     Part::Writing(id)
                 }
                 Mover::Receiver => {
@@ -297,6 +301,10 @@ impl Node {
             }
             r.progress.touch(now);
             self.timers.set(r.progress.patience.at, Timer::Outbound(room));
+        }
+        for (push, id) in too_early {
+            self.deliveries.remove(&id);
+            self.part_done(now, room, key, push, 0, 0);
         }
         self.send_empty_last(now, room, key);
     }

@@ -1,6 +1,6 @@
 //! Peers: sessions, liveness, fences.
 
-use super::types::Mover;
+use super::types::{Flaw, Mover};
 use super::{Action, DeliveryFor, Direction, Node, PeerKey, SessionUp, Timer};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{Room, Seq, SessionNo, Time};
@@ -226,6 +226,9 @@ impl Node {
         }
         peer.session = None;
         peer.lost_since = Some(now);
+        if self.cfg.flaw == Some(Flaw::ReleaseAtEof) {
+            self.release_at_eof(now, key);
+        }
         if self.is_busy(key) {
             self.want_session(key);
         }

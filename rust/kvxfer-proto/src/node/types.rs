@@ -31,6 +31,8 @@ pub struct Config {
     pub early_grants: usize,
     /// Ended rooms that are remembered.
     pub tombstones: usize,
+    /// A rule to break on purpose. Never set it where bytes matter.
+    pub flaw: Option<Flaw>,
 }
 
 impl Default for Config {
@@ -46,7 +48,63 @@ impl Default for Config {
             quarantine_limit: u64::MAX,
             early_grants: 65_536,
             tombstones: 65_536,
+            flaw: None,
         }
+    }
+}
+
+/// A rule of the safety contract, broken on purpose: a check that does not catch it proves nothing.
+///
+/// It exists for the model checker, the simulator and `kvxfer stress --break`.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Flaw {
+    /// A room that fails, by a timeout or otherwise, gives its pages back without waiting for an answer.
+    ReleaseOnTimeout,
+    /// The end of a connection gives back the pages that its peer was granted.
+    ReleaseAtEof,
+    /// The sender says that a piece is delivered when it has posted it.
+    SuccessBeforeFlush,
+    /// The sender answers a cancel while its writes are still in flight.
+    DrainedWhileWriting,
+    /// A cancelled room is not remembered: a grant or push that comes later is taken for a new one.
+    NoTombstone,
+    /// Frames of an older session count.
+    NoSessionCheck,
+    /// A staging slot is given to another when its room fails, without waiting for an answer.
+    StagingSlotFreedEarly,
+}
+
+impl Flaw {
+    /// Every flaw, in the order of [`Flaw::name`]'s documentation.
+    pub const ALL: [Self; 7] = [
+        Self::ReleaseOnTimeout,
+        Self::ReleaseAtEof,
+        Self::SuccessBeforeFlush,
+        Self::DrainedWhileWriting,
+        Self::NoTombstone,
+        Self::NoSessionCheck,
+        Self::StagingSlotFreedEarly,
+    ];
+
+    /// `release-on-timeout`, `release-at-eof`, `success-before-flush`, `drained-while-writing`, `no-tombstone`,
+    /// `no-session-check`, `staging-slot-freed-early`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ReleaseOnTimeout => "release-on-timeout",
+            Self::ReleaseAtEof => "release-at-eof",
+            Self::SuccessBeforeFlush => "success-before-flush",
+            Self::DrainedWhileWriting => "drained-while-writing",
+            Self::NoTombstone => "no-tombstone",
+            Self::NoSessionCheck => "no-session-check",
+            Self::StagingSlotFreedEarly => "staging-slot-freed-early",
+        }
+    }
+
+    /// The flaw of this name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|f| f.name() == name)
     }
 }
 

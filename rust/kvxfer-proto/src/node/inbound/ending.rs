@@ -3,7 +3,7 @@
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{Room, Time};
 use crate::msg::{Cancel, Drained, Finished, Msg};
-use crate::node::types::{Event, EventKind, Mover, Stage};
+use crate::node::types::{Event, EventKind, Flaw, Mover, Stage};
 use crate::node::{Action, DeliveryFor, Node, PeerKey, Timer};
 
 impl Node {
@@ -117,12 +117,13 @@ impl Node {
         r.progress.advance(now, Stage::Failed);
         let source = r.source.clone();
         let mut orders = Vec::new();
+        let too_early = self.cfg.flaw == Some(Flaw::ReleaseOnTimeout);
         for (key, g) in &mut r.grants {
             let peer = self.peers.get_mut(key);
             let receiver_copies = peer.as_ref().is_some_and(|p| p.attached == Some(Mover::Receiver));
             let unheard = peer.is_some_and(|p| p.link.withdraw(g.number));
             self.actions.extend(g.copies.values().map(|id| Action::Abort(*id)));
-            if g.owed.is_some() && (unheard || (receiver_copies && !g.is_copying())) {
+            if g.owed.is_some() && (too_early || unheard || (receiver_copies && !g.is_copying())) {
                 // Either no session ever carried the grant, or only our own thread writes, and it has stopped.
                 g.over = true;
             }
@@ -139,7 +140,7 @@ impl Node {
         let (released, stats, pages) = (r.is_over(), r.progress.stats(), r.page_count());
         self.actions.push_back(Action::Stage(room, Stage::Failed));
         self.emit(room, EventKind::Failed(reason.clone()), released, stats);
-        self.tombs.put(self.cfg.tombstones, room, reason, true);
+        self.bury(room, reason, true);
         if released {
             self.drop_inbound(room);
         } else {
@@ -186,6 +187,19 @@ impl Node {
         }
         // A fence has stopped our copies too; the driver need not report their ends.
         self.deliveries.retain(|_, d| !matches!(d, DeliveryFor::Inbound(_, k, _) if *k == key));
+    }
+
+    /// What [`Flaw::ReleaseAtEof`] does with the rooms of a peer whose connection ended.
+    pub(in crate::node) fn release_at_eof(&mut self, now: Time, key: PeerKey) {
+        for room in
+            self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>()
+        {
+            if let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key)) {
+                g.over = true;
+            }
+            self.fail_inbound(now, room, Reason::new(ReasonKind::PeerLost, "the connection ended"));
+            self.maybe_release_inbound(room);
+        }
     }
 
     /// The link of this peer started afresh: no grant that it carried can be withdrawn.

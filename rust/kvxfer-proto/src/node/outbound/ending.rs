@@ -4,7 +4,7 @@ use super::Part;
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{Room, Time};
 use crate::msg::{Cancel, Drained, Finished, Msg};
-use crate::node::types::{EventKind, Stage};
+use crate::node::types::{EventKind, Flaw, Stage};
 use crate::node::{Action, DeliveryFor, Node, PeerKey, Timer};
 
 impl Node {
@@ -50,7 +50,7 @@ impl Node {
         let room = m.room;
         let Some(r) = self.outbound.get_mut(&room) else {
             // Success here and a failure of another rank there can cross; an unknown room leaves a tombstone.
-            self.tombs.put(self.cfg.tombstones, room, m.reason.clone(), false);
+            self.bury(room, m.reason.clone(), false);
             self.queue(now, key, Msg::Drained(Drained { room, seq: m.upto, reason: m.reason }));
             return;
         };
@@ -78,7 +78,7 @@ impl Node {
         if self.outbound.contains_key(&room) {
             self.fail_outbound(now, room, reason);
         } else {
-            self.tombs.put(self.cfg.tombstones, room, reason, false);
+            self.bury(room, reason, false);
         }
     }
 
@@ -135,7 +135,7 @@ impl Node {
         } else {
             self.early_rooms = self.early_rooms.saturating_sub(1);
         }
-        self.tombs.put(self.cfg.tombstones, room, reason, local);
+        self.bury(room, reason, local);
         self.settle_outbound(now, room);
     }
 
@@ -144,8 +144,9 @@ impl Node {
         let Some(r) = self.outbound.get_mut(&room) else { return };
         let Some(reason) = r.failure.clone() else { return };
         let mut answers = Vec::new();
+        let too_early = self.cfg.flaw == Some(Flaw::DrainedWhileWriting);
         for (key, dest) in &mut r.dests {
-            if dest.owed.is_some() && !dest.finished && !dest.drained && !dest.is_writing() {
+            if dest.owed.is_some() && !dest.finished && !dest.drained && (too_early || !dest.is_writing()) {
                 dest.drained = true;
                 answers.push((*key, dest.seq.max(dest.cancelled_upto)));
             }
