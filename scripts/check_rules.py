@@ -30,7 +30,8 @@ MAY_DEPEND: dict[str, set[str]] = {
     "kvxfer-cuda": set(),
     "kvxfer-fabric": {"kvxfer-proto", "kvxfer-ucx-sys", "kvxfer-cuda"},
     "kvxfer-engine": {"kvxfer-proto", "kvxfer-fabric"},
-    "kvxfer-py": {"kvxfer-proto", "kvxfer-cuda", "kvxfer-fabric", "kvxfer-engine"},
+    "kvxfer-check": {"kvxfer-proto", "kvxfer-fabric"},
+    "kvxfer-py": {"kvxfer-proto", "kvxfer-cuda", "kvxfer-fabric", "kvxfer-engine", "kvxfer-check"},
 }
 PYTHON_CRATES = {"pyo3", "pyo3-ffi", "pyo3-build-config", "numpy"}
 MAY_USE_PYTHON = {"kvxfer-py"}

@@ -1,0 +1,1 @@
+//! Long seeded runs over the simulated fabric.
