@@ -12,7 +12,7 @@ __all__ = [
     "AuthError",
     "BadArgument",
     "Cancelled",
-    "ChecksumError",
+    "ChecksumMismatch",
     "FabricError",
     "Forked",
     "InternalError",
@@ -84,7 +84,7 @@ class FabricError(KvxferError):
     """The fabric is not to be had, or could not carry the bytes."""
 
 
-class ChecksumError(KvxferError):
+class ChecksumMismatch(KvxferError):
     """The bytes that arrived have another checksum than the bytes that were sent."""
 
 

@@ -29,7 +29,7 @@ pub enum ReasonKind {
     /// The fabric could not carry the bytes.
     FabricError = 10,
     /// The checksum of the bytes that arrived differs.
-    ChecksumError = 11,
+    ChecksumMismatch = 11,
     /// The peer speaks no version that we speak.
     VersionMismatch = 12,
     /// The peer broke the protocol, or is not kvxfer.
@@ -55,7 +55,7 @@ impl ReasonKind {
             8 => Self::RoomInUse,
             9 => Self::TokensMismatch,
             10 => Self::FabricError,
-            11 => Self::ChecksumError,
+            11 => Self::ChecksumMismatch,
             12 => Self::VersionMismatch,
             13 => Self::ProtocolError,
             14 => Self::Closed,

@@ -55,7 +55,7 @@ const fn reason_class(kind: ReasonKind) -> &'static str {
         ReasonKind::RoomInUse => "RoomInUse",
         ReasonKind::TokensMismatch => "TokensMismatch",
         ReasonKind::FabricError => "FabricError",
-        ReasonKind::ChecksumError => "ChecksumError",
+        ReasonKind::ChecksumMismatch => "ChecksumMismatch",
         ReasonKind::VersionMismatch => "VersionMismatch",
         ReasonKind::ProtocolError => "ProtocolError",
         ReasonKind::Closed => "AgentClosed",

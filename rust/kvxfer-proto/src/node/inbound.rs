@@ -1,5 +1,6 @@
 //! Rooms that this side expects (decode): grants out, coverage in, pages back under the contract.
 
+mod checks;
 mod ending;
 
 use super::coverage::{CoverError, Coverage};
@@ -11,7 +12,7 @@ use crate::error::{Reason, ReasonKind};
 use crate::ids::{PushId, Room, Seq, Time};
 use crate::msg::{Copied, Done, Grant, Msg, Owed, Ready, Retract, Verify};
 use crate::plan::Request;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 /// Pieces that one rank may deliver a room in: a bound on memory and time, far above layers times chunks.
@@ -40,6 +41,9 @@ struct InGrant {
     deferred: Vec<Ready>,
     /// What we copied and have not yet been told stands (receiver copies).
     copied: BTreeMap<PushId, Owed>,
+    /// What was said to be done and is not summed yet, in the order in which it came; the first of them under way.
+    checks: VecDeque<Done>,
+    checking: Option<DeliveryId>,
     /// Everything came, and the rank said that it was all.
     complete: bool,
     /// No write of this rank for this room can land any more.
@@ -51,6 +55,11 @@ impl InGrant {
     /// Whether a copy of ours may still write into the room's pages.
     fn is_copying(&self) -> bool {
         !self.copies.is_empty() || !self.stopping.is_empty()
+    }
+
+    /// Pieces that are delivered, summed or not.
+    fn boxes(&self) -> usize {
+        self.coverage.boxes() + self.checks.len()
     }
 }
 
@@ -202,6 +211,8 @@ impl Node {
                     stopping: BTreeSet::new(),
                     deferred: Vec::new(),
                     copied: BTreeMap::new(),
+                    checks: VecDeque::new(),
+                    checking: None,
                     complete: false,
                     over: false,
                     meta: None,
@@ -280,7 +291,7 @@ impl Node {
             self.fail_inbound(now, m.room, Reason::new(ReasonKind::ProtocolError, text));
             return Ok(());
         }
-        if grant.coverage.boxes() + grant.copied.len() + grant.deferred.len() >= BOX_LIMIT {
+        if grant.boxes() + grant.copied.len() + grant.deferred.len() >= BOX_LIMIT {
             let reason = too_many(m.room);
             self.fail_inbound(now, m.room, reason);
             return Ok(());
@@ -357,6 +368,7 @@ impl Node {
                 );
                 self.fail_inbound(now, room, reason);
             }
+            DeliveryEnd::Summed(_) => self.fail_inbound(now, room, super::unasked_sum(room)),
             DeliveryEnd::Failed(reason) => {
                 self.queue(now, key, Msg::Copied(Copied { room, seq, push, error: Some(reason.clone()) }));
                 self.fail_inbound(now, room, reason);
@@ -364,7 +376,7 @@ impl Node {
         }
     }
 
-    pub(super) fn retract_arrived(&mut self, key: PeerKey, m: &Retract) {
+    pub(super) fn retract_arrived(&mut self, now: Time, key: PeerKey, m: &Retract) {
         let Some((g, failed)) = self.live_grant(m.room, key, m.seq) else { return };
         if failed {
             return;
@@ -381,6 +393,7 @@ impl Node {
         if let Some(id) = copy {
             self.actions.push_back(Action::Abort(id));
         }
+        self.drop_check(now, m.room, key, m.push);
     }
 
     pub(super) fn done_arrived(&mut self, now: Time, key: PeerKey, m: Done) {
@@ -390,7 +403,6 @@ impl Node {
         if failed {
             return;
         }
-        let Some(owed) = g.owed.clone() else { return };
         let receiver_copies = mover == Some(Mover::Receiver);
         if receiver_copies
             && super::area(&m.span) > 0
@@ -409,10 +421,21 @@ impl Node {
             self.fail_inbound(now, room, Reason::new(ReasonKind::ProtocolError, text));
             return;
         }
-        if g.coverage.boxes() >= BOX_LIMIT {
+        if g.boxes() >= BOX_LIMIT {
             self.fail_inbound(now, room, too_many(room));
             return;
         }
+        if self.check_first(now, key, &m) {
+            return;
+        }
+        self.count_done(now, key, m);
+    }
+
+    /// A piece is delivered, and its bytes are right as far as anybody asked.
+    fn count_done(&mut self, now: Time, key: PeerKey, m: Done) {
+        let room = m.room;
+        let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key)) else { return };
+        let Some(owed) = g.owed.clone() else { return };
         let taken = g.coverage.add(&owed, m.push, &m.span);
         let complete = m.last && g.coverage.covers(&owed);
         let delivered = g.coverage.area();

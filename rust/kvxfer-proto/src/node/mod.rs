@@ -23,7 +23,7 @@ pub use pages::PageBook;
 pub use sources::Resolving;
 pub use types::{
     Action, Config, Counters, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Expect, Flaw,
-    Gauges, Mover, PeerKey, Push, RankInfo, RoomStats, SessionUp, Source, Stage, Unreleased,
+    Gauges, Mover, PeerKey, Push, RankInfo, RoomStats, SessionUp, Source, Stage, Summing, Unreleased,
 };
 
 use crate::error::{Reason, ReasonKind};
@@ -44,6 +44,16 @@ use tomb::Tombs;
 enum DeliveryFor {
     Inbound(Room, PeerKey, crate::ids::PushId),
     Outbound(Room, PeerKey, crate::ids::PushId),
+    /// A sum of what came.
+    Check(Room, PeerKey),
+}
+
+impl DeliveryFor {
+    fn peer(&self) -> PeerKey {
+        match self {
+            Self::Inbound(_, key, _) | Self::Outbound(_, key, _) | Self::Check(_, key) => *key,
+        }
+    }
 }
 
 /// The state machine of one agent.
@@ -196,7 +206,7 @@ impl Node {
             (Direction::TheyGrant | Direction::WeGrant, Msg::Credit(_)) => {}
             (Direction::WeGrant, Msg::Drained(m)) => self.drained_arrived(now, key, m),
             (Direction::WeGrant, Msg::Ready(m)) => self.ready_arrived(now, key, m)?,
-            (Direction::WeGrant, Msg::Retract(m)) => self.retract_arrived(key, &m),
+            (Direction::WeGrant, Msg::Retract(m)) => self.retract_arrived(now, key, &m),
             (Direction::WeGrant, Msg::Done(m)) => self.done_arrived(now, key, m),
             (_, other) => {
                 return Err(Reason::new(
@@ -215,6 +225,7 @@ impl Node {
                 self.inbound_delivery(now, id, (room, key, push), end);
             }
             Some(DeliveryFor::Outbound(room, key, push)) => self.outbound_delivery(now, room, key, push, end),
+            Some(DeliveryFor::Check(room, key)) => self.check_over(now, id, room, key, end),
             None => {}
         }
     }
@@ -365,6 +376,11 @@ impl Node {
             )
         })
     }
+}
+
+/// The driver's own mistake.
+fn unasked_sum(room: Room) -> Reason {
+    Reason::new(ReasonKind::Internal, format!("room {room}: a sum came that was not asked for"))
 }
 
 /// A caller's timeout, or the default; bounded so that sums cannot overflow.

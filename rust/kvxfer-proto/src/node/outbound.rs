@@ -2,6 +2,7 @@
 
 mod ending;
 mod orders;
+mod sums;
 
 use super::coverage::intersect;
 use super::parts::Progress;
@@ -9,9 +10,9 @@ use super::types::{Delivery, DeliveryEnd, DeliveryId, Flaw, Mover, Push, Stage};
 use super::{Action, DeliveryFor, Node, PeerKey, Timer};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{PushId, Room, Seq, Time};
-use crate::msg::{Copied, Done, Drained, Grant, Msg, Owed, Ready};
+use crate::msg::{Copied, Done, Drained, Grant, Msg, Owed, Ready, Verify};
 use crate::plan::Request;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,7 +21,16 @@ use std::time::Duration;
 enum Part {
     /// Our writes are under way.
     Writing(DeliveryId),
-    /// The push was taken back while its writes were under way.
+    /// It is delivered, and our bytes of it are being summed.
+    Summing {
+        id: DeliveryId,
+        /// What the writes came to.
+        bytes: u64,
+        writes: u64,
+        /// The destination was told that it may read.
+        offered: bool,
+    },
+    /// The push was taken back while its writes, or its sum, were under way.
     Stopping,
     /// The destination was told that it may read.
     Offered,
@@ -38,7 +48,11 @@ pub(super) struct Dest {
     /// `None`: a null grant.
     owed: Option<Owed>,
     pages: Vec<Arc<[u32]>>,
+    /// What it wants summed.
+    verify: Verify,
     parts: BTreeMap<PushId, Part>,
+    /// Pushes that were written and that the destination may still be summing.
+    unread: BTreeSet<PushId>,
     /// `Done { last }` is out.
     last_sent: bool,
     /// The destination ended the room well, or wants nothing.
@@ -49,8 +63,9 @@ pub(super) struct Dest {
 }
 
 impl Dest {
+    /// Whether our writes, or a sum, may still read the source's pages.
     fn is_writing(&self) -> bool {
-        self.parts.values().any(|p| matches!(p, Part::Writing(_) | Part::Stopping))
+        self.parts.values().any(|p| matches!(p, Part::Writing(_) | Part::Summing { .. } | Part::Stopping))
     }
 }
 
@@ -170,6 +185,8 @@ impl Node {
                 finished: g.owed.is_none(),
                 owed: g.owed,
                 pages: g.pages,
+                verify: g.verify,
+                unread: BTreeSet::new(),
                 parts: BTreeMap::new(),
                 last_sent: false,
                 drained: false,
@@ -239,11 +256,13 @@ impl Node {
         let Some(r) = self.outbound.get_mut(&room) else { return };
         let Some(dest) = r.dests.get_mut(&key) else { return };
         let Some(owed) = dest.owed.clone() else { return };
-        // Writes of a push that was taken back may still land: what replaces them has to wait for that.
+        // Writes of a push that was taken back may still land, or the destination may be summing them: what replaces
+        // them has to wait for that.
         if dest.finished
             || dest.last_sent
             || dest.drained
             || dest.parts.values().any(|p| *p == Part::Stopping)
+            || dest.unread.iter().any(|id| r.pushes.get(id).is_some_and(|p| p.retracted))
         {
             return;
         }
@@ -304,7 +323,7 @@ impl Node {
         }
         for (push, id) in too_early {
             self.deliveries.remove(&id);
-            self.part_done(now, room, key, push, 0, 0);
+            self.part_moved(now, room, key, push, 0, 0);
         }
         self.send_empty_last(now, room, key);
     }
@@ -344,7 +363,13 @@ impl Node {
     }
 
     /// A part has arrived: the destination is told what, and whether that was all.
-    fn part_done(&mut self, now: Time, room: Room, key: PeerKey, push: PushId, bytes: u64, writes: u64) {
+    fn part_done(
+        &mut self,
+        now: Time,
+        (room, key, push): (Room, PeerKey, PushId),
+        (bytes, writes): (u64, u64),
+        checksum: Option<u64>,
+    ) {
         let all_layers = self.own_layers();
         let Some(r) = self.outbound.get_mut(&room) else { return };
         r.progress.count(bytes, writes);
@@ -369,7 +394,7 @@ impl Node {
             last,
             end_token: if last { end_token } else { 0 },
             meta: meta.filter(|_| last),
-            checksum: None,
+            checksum,
             bytes,
             writes,
         };
@@ -399,8 +424,17 @@ impl Node {
                 self.pump_room(now, room);
             }
             (_, DeliveryEnd::Complete { bytes, writes }) => {
-                self.part_done(now, room, key, push, bytes, writes);
+                self.part_moved(now, room, key, push, bytes, writes);
             }
+            (Some(Part::Summing { bytes, writes, offered, .. }), DeliveryEnd::Summed(sum)) => {
+                if !offered
+                    && let Some(d) = self.outbound.get_mut(&room).and_then(|r| r.dests.get_mut(&key))
+                {
+                    d.unread.insert(push);
+                }
+                self.part_done(now, (room, key, push), (bytes, writes), Some(sum));
+            }
+            (_, DeliveryEnd::Summed(_)) => self.fail_outbound(now, room, super::unasked_sum(room)),
             (_, DeliveryEnd::Failed(reason)) => self.fail_outbound(now, room, reason),
             (_, DeliveryEnd::Aborted) => {
                 let text = format!("room {room}: the writes of push {} were stopped", push.0);
@@ -410,13 +444,22 @@ impl Node {
     }
 
     pub(super) fn copied_arrived(&mut self, now: Time, key: PeerKey, m: Copied) {
-        let part = self
+        let dest = self
             .outbound
-            .get(&m.room)
+            .get_mut(&m.room)
             .filter(|r| r.failure.is_none())
-            .and_then(|r| r.dests.get(&key))
-            .filter(|d| d.seq == m.seq && !d.drained)
-            .and_then(|d| d.parts.get(&m.push));
+            .and_then(|r| r.dests.get_mut(&key))
+            .filter(|d| d.seq == m.seq && !d.drained);
+        let Some(dest) = dest else {
+            self.counters.stale_refused += 1;
+            return;
+        };
+        if dest.unread.remove(&m.push) {
+            // What replaces it, if it was taken back, may be written now.
+            self.pump_room(now, m.room);
+            return;
+        }
+        let part = dest.parts.get(&m.push);
         if part != Some(&Part::Offered) {
             // A push that was taken back no longer stands: its bytes are not confirmed.
             self.counters.stale_refused += 1;
@@ -424,7 +467,7 @@ impl Node {
         }
         match m.error {
             Some(reason) => self.fail_outbound(now, m.room, reason),
-            None => self.part_done(now, m.room, key, m.push, 0, 0),
+            None => self.part_moved(now, m.room, key, m.push, 0, 0),
         }
     }
 }

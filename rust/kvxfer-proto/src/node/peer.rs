@@ -1,7 +1,7 @@
 //! Peers: sessions, liveness, fences.
 
 use super::types::{Flaw, Mover};
-use super::{Action, DeliveryFor, Direction, Node, PeerKey, SessionUp, Timer};
+use super::{Action, Direction, Node, PeerKey, SessionUp, Timer};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{Room, Seq, SessionNo, Time};
 use crate::link::{Link, Resume};
@@ -347,7 +347,7 @@ impl Node {
         let stop: Vec<_> = self
             .deliveries
             .iter()
-            .filter(|(_, d)| matches!(d, DeliveryFor::Inbound(_, k, _) | DeliveryFor::Outbound(_, k, _) if *k == key))
+            .filter(|(_, d)| d.peer() == key)
             .map(|(id, _)| *id)
             .collect();
         self.actions.extend(stop.into_iter().map(Action::Abort));

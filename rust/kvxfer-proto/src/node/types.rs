@@ -4,7 +4,7 @@ use crate::error::Reason;
 use crate::ids::{Incarnation, PushId, Room, SessionNo, Time};
 use crate::layout::Side;
 use crate::msg::{Msg, Verify};
-use crate::plan::Request;
+use crate::plan::{Extent, Request};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -72,11 +72,14 @@ pub enum Flaw {
     NoSessionCheck,
     /// A staging slot is given to another when its room fails, without waiting for an answer.
     StagingSlotFreedEarly,
+    /// A byte of what was received is changed before it is summed, as a broken memory or network would. The node knows
+    /// nothing of it: the driver does it.
+    FlipAByte,
 }
 
 impl Flaw {
     /// Every flaw, in the order of [`Flaw::name`]'s documentation.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::ReleaseOnTimeout,
         Self::ReleaseAtEof,
         Self::SuccessBeforeFlush,
@@ -84,10 +87,11 @@ impl Flaw {
         Self::NoTombstone,
         Self::NoSessionCheck,
         Self::StagingSlotFreedEarly,
+        Self::FlipAByte,
     ];
 
     /// `release-on-timeout`, `release-at-eof`, `success-before-flush`, `drained-while-writing`, `no-tombstone`,
-    /// `no-session-check`, `staging-slot-freed-early`.
+    /// `no-session-check`, `staging-slot-freed-early`, `flip-a-byte`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -98,6 +102,7 @@ impl Flaw {
             Self::NoTombstone => "no-tombstone",
             Self::NoSessionCheck => "no-session-check",
             Self::StagingSlotFreedEarly => "staging-slot-freed-early",
+            Self::FlipAByte => "flip-a-byte",
         }
     }
 
@@ -234,7 +239,22 @@ pub struct Delivery {
     pub request: Request,
 }
 
-/// How a delivery ended. In each case none of its writes is in flight any more.
+/// Bytes to sum, in the driver's hands until it reports a [`DeliveryEnd`]: our own, of one piece that was moved.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Summing {
+    /// Its number; deliveries and sums share their numbers.
+    pub id: DeliveryId,
+    /// With whom the piece was moved: the plan is that of our shard and this peer's.
+    pub peer: PeerKey,
+    /// For which room.
+    pub room: Room,
+    /// Which push (the source's numbering).
+    pub push: PushId,
+    /// Which of our rows; for [`Digest`](crate::plan::Digest).
+    pub extent: Extent,
+}
+
+/// How a delivery or a sum ended. In each case none of its writes is in flight any more, and nothing reads for it.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum DeliveryEnd {
     /// Every byte is visible at the destination.
@@ -244,6 +264,8 @@ pub enum DeliveryEnd {
         /// Writes made.
         writes: u64,
     },
+    /// Every row is summed (only of a [`Summing`]).
+    Summed(u64),
     /// It was stopped by [`Action::Abort`] or by the loss of its endpoint.
     Aborted,
     /// It could not be carried out.
@@ -339,7 +361,9 @@ pub enum Action {
     },
     /// Move these bytes.
     Deliver(Delivery),
-    /// Post nothing more of this delivery, and report its end once nothing is in flight.
+    /// Sum these bytes of ours; answer with `handle_delivery`.
+    Sum(Summing),
+    /// Post nothing more of this delivery, and report its end once nothing is in flight. Of a sum: read nothing more.
     Abort(DeliveryId),
     /// Make sure that nothing from this peer lands any more; answer with `handle_fenced`.
     Fence(PeerKey),

@@ -3,14 +3,19 @@
 //! * [`compatible`] says at connect whether two sides fit.
 //! * [`sources`] says which source ranks owe a destination rank what.
 //! * [`Template`] is what a pair of shards needs once, [`Cursor`] what a push needs: it gives the [`Piece`]s.
+//! * [`Digest`] is the checksum of one side's bytes of a push, over the [`Run`]s that [`Rows`] gives.
 
 mod cursor;
+mod digest;
 mod pair;
+mod rows;
 mod segment;
 mod template;
 
 pub use cursor::{Cursor, Request, plan_all};
+pub use digest::{Digest, Sum};
 pub use pair::{Mismatch, compatible, sources};
+pub use rows::{CELL_BYTES, End, Extent, Place, Rows, Run};
 pub use template::Template;
 
 /// One write: `len` bytes from an offset of a source region to an offset of a destination region. Regions are

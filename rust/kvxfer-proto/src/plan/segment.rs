@@ -48,7 +48,7 @@ pub(super) struct PageList<'a> {
 }
 
 /// Walks along a page list.
-struct Walk<'a> {
+pub(super) struct Walk<'a> {
     geometry: &'a Geometry,
     pages: std::slice::Iter<'a, u32>,
     count: u32,
@@ -58,7 +58,11 @@ struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    fn new(list: &PageList<'a>, geometry: &'a Geometry, tokens: &Range<u64>) -> Result<Self, LayoutError> {
+    pub(super) fn new(
+        list: &PageList<'a>,
+        geometry: &'a Geometry,
+        tokens: &Range<u64>,
+    ) -> Result<Self, LayoutError> {
         let PageList { side, group, start, .. } = *list;
         let each = geometry.page_tokens;
         if tokens.start < start {
@@ -103,16 +107,16 @@ impl<'a> Walk<'a> {
     }
 
     /// Offset of the next token's first head.
-    const fn offset(&self) -> u64 {
+    pub(super) const fn offset(&self) -> u64 {
         self.page + self.geometry.first + self.slot * self.geometry.token
     }
 
     /// Tokens left in this page.
-    const fn left(&self) -> u64 {
+    pub(super) const fn left(&self) -> u64 {
         self.geometry.page_tokens - self.slot
     }
 
-    fn advance(&mut self, tokens: u64) {
+    pub(super) fn advance(&mut self, tokens: u64) {
         self.slot += tokens;
         if self.slot == self.geometry.page_tokens {
             self.slot = 0;

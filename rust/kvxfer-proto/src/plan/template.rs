@@ -62,8 +62,9 @@ impl Geometry {
 pub(super) struct GroupTemplate {
     /// Layers that both sides hold.
     pub(super) layers: Range<u32>,
-    /// Heads that move.
+    /// Heads that move, and the first of them in the model's numbering.
     pub(super) heads: u64,
+    pub(super) first_head: u32,
     /// Bytes of one token of one head.
     pub(super) row: u64,
     /// Tensors a layer that move apart: K and V, or one where both sides are fused (or latent).
@@ -72,6 +73,13 @@ pub(super) struct GroupTemplate {
     pub(super) halves: u64,
     pub(super) src: Geometry,
     pub(super) dst: Geometry,
+}
+
+impl GroupTemplate {
+    /// Tensors a layer, wherever they lie: K and V, or the latent.
+    pub(super) const fn tensors(&self) -> u32 {
+        if self.halves > 1 { 2 } else { self.lanes }
+    }
 }
 
 /// What goes from one source shard to one destination shard, before any page is known.
@@ -105,6 +113,7 @@ impl Template {
             groups.push(Some(GroupTemplate {
                 layers,
                 heads: heads.len() as u64,
+                first_head: heads.start,
                 row: a.row_bytes(),
                 lanes: if together { 1 } else { a.kind.tensors() },
                 halves: if together { 2 } else { 1 },

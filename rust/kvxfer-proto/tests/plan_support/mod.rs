@@ -3,6 +3,8 @@
 //! and share nothing with the planner.
 #![allow(dead_code)]
 
+pub(crate) mod draw;
+
 use kvxfer_proto::layout::{DType, Kind, LayoutError, Order, PageLayout, Shard, Side, page_bytes};
 use kvxfer_proto::plan::{Cursor, Piece, Request, Template, plan_all, sources};
 use std::collections::HashMap;

@@ -10,6 +10,7 @@
 mod data;
 pub mod rooms;
 pub mod solo;
+mod sums;
 
 use data::{Running, Write};
 use kvxfer_proto::msg::{Frame, Msg};
@@ -19,6 +20,7 @@ use kvxfer_proto::node::{
 };
 use kvxfer_proto::{Incarnation, Room, SessionNo, Side, Time};
 use std::collections::{BTreeMap, BTreeSet};
+use sums::Sums;
 
 /// A small seeded generator: the same seed gives the same run.
 #[derive(Clone)]
@@ -49,6 +51,7 @@ pub struct SimNode {
     pub stopped: bool,
     held: Vec<What>,
     running: BTreeMap<DeliveryId, Running>,
+    sums: Sums,
     connecting: BTreeSet<PeerKey>,
     /// Fences of ours, per peer: a write that was posted before one is dropped.
     endpoint_epoch: BTreeMap<PeerKey, u64>,
@@ -64,6 +67,7 @@ enum What {
     Resolve { from: usize, source: Source },
     Post { node: usize, incarnation: Incarnation, id: DeliveryId },
     Land(Write),
+    Sum { node: usize, incarnation: Incarnation, id: DeliveryId },
     Fenced { node: usize, key: PeerKey },
 }
 
@@ -83,6 +87,9 @@ pub struct Net {
     /// What must never happen and did.
     pub violations: Vec<String>,
     pub writes_landed: u64,
+    /// Sums of received bytes that came to an end, and those before which a byte is changed.
+    pub sums_ended: u64,
+    pub flip: Option<sums::Flip>,
     /// Pings sent by all nodes.
     pub pings: u64,
     sessions: BTreeMap<(Incarnation, Incarnation), SessionNo>,
@@ -110,6 +117,8 @@ impl Net {
             directory: BTreeMap::new(),
             violations: Vec::new(),
             writes_landed: 0,
+            sums_ended: 0,
+            flip: None,
             pings: 0,
             copy_us: (0, 0),
             sessions: BTreeMap::new(),
@@ -135,6 +144,7 @@ impl Net {
             stopped: false,
             held: Vec::new(),
             running: BTreeMap::new(),
+            sums: Sums::default(),
             connecting: BTreeSet::new(),
             endpoint_epoch: BTreeMap::new(),
             attached_epoch: BTreeMap::new(),
@@ -225,6 +235,8 @@ impl Net {
                     }
                 }
                 Action::Deliver(delivery) => self.start_delivery(i, delivery),
+                Action::Sum(sum) => self.start_sum(i, sum),
+                Action::Abort(id) if self.stop_sum(i, id) => {}
                 Action::Abort(id) => {
                     if let Some(r) = self.nodes[i].running.get_mut(&id) {
                         r.aborted = true;
@@ -232,6 +244,7 @@ impl Net {
                     self.check_delivery(i, id);
                 }
                 Action::Fence(key) => {
+                    self.nodes[i].sums.retain(|_, s| s.peer() != key);
                     *self.nodes[i].endpoint_epoch.entry(key).or_default() += 1;
                     let d = self.draw(self.data_us);
                     self.at(d, What::Fenced { node: i, key });
@@ -274,6 +287,7 @@ impl Net {
         n.incarnation = fresh;
         n.node = Node::new(cfg, n.side.clone(), &n.page_counts).expect("valid geometry");
         n.running.clear();
+        n.sums.clear();
         n.connecting.clear();
         n.held.clear();
         n.stopped = false;
@@ -301,7 +315,7 @@ impl Net {
         match what {
             What::Frame { to, .. } | What::SessionDown { to, .. } => Some(*to),
             What::Connect { from, .. } | What::Resolve { from, .. } => Some(*from),
-            What::Post { node, .. } | What::Fenced { node, .. } => Some(*node),
+            What::Post { node, .. } | What::Sum { node, .. } | What::Fenced { node, .. } => Some(*node),
             // A posted write needs nobody's processor.
             What::Land(_) => None,
         }
@@ -376,6 +390,11 @@ impl Net {
                 }
             }
             What::Land(write) => self.land(&write),
+            What::Sum { node, incarnation, id } => {
+                if self.nodes[node].incarnation == incarnation {
+                    self.step_sum(node, id);
+                }
+            }
             What::Fenced { node, key } => {
                 self.nodes[node].node.handle_fenced(now, key, Ok(()));
                 self.carry_out(node);

@@ -123,6 +123,7 @@ impl Node {
             let receiver_copies = peer.as_ref().is_some_and(|p| p.attached == Some(Mover::Receiver));
             let unheard = peer.is_some_and(|p| p.link.withdraw(g.number));
             self.actions.extend(g.copies.values().map(|id| Action::Abort(*id)));
+            self.actions.extend(g.drop_checks().map(Action::Abort));
             if g.owed.is_some() && (too_early || unheard || (receiver_copies && !g.is_copying())) {
                 // Either no session ever carried the grant, or only our own thread writes, and it has stopped.
                 g.over = true;
@@ -180,13 +181,14 @@ impl Node {
                 g.over = true;
                 g.copies.clear();
                 g.stopping.clear();
+                let _ = g.drop_checks();
             }
             let reason = Reason::new(ReasonKind::PeerLost, format!("room {room}: peer {name} was fenced"));
             self.fail_inbound(now, room, reason);
             self.maybe_release_inbound(room);
         }
         // A fence has stopped our copies too; the driver need not report their ends.
-        self.deliveries.retain(|_, d| !matches!(d, DeliveryFor::Inbound(_, k, _) if *k == key));
+        self.deliveries.retain(|_, d| d.peer() != key || matches!(d, DeliveryFor::Outbound(..)));
     }
 
     /// What [`Flaw::ReleaseAtEof`] does with the rooms of a peer whose connection ended.

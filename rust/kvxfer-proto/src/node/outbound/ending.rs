@@ -120,7 +120,7 @@ impl Node {
         r.progress.advance(now, Stage::Failed);
         for dest in r.dests.values() {
             for part in dest.parts.values() {
-                if let Part::Writing(id) = part {
+                if let Part::Writing(id) | Part::Summing { id, .. } = part {
                     self.actions.push_back(Action::Abort(*id));
                 }
             }
@@ -176,7 +176,9 @@ impl Node {
             .collect::<Vec<_>>()
         {
             if let Some(d) = self.outbound.get_mut(&room).and_then(|r| r.dests.get_mut(&key)) {
-                for part in d.parts.values_mut().filter(|p| matches!(p, Part::Writing(_) | Part::Stopping)) {
+                for part in d.parts.values_mut().filter(|p| {
+                    matches!(p, Part::Writing(_) | Part::Summing { .. } | Part::Stopping)
+                }) {
                     *part = Part::Void;
                 }
                 if !d.finished {

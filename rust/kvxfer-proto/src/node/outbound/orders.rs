@@ -194,6 +194,13 @@ impl Node {
                     dest.parts.insert(push, Part::Stopping);
                     self.actions.push_back(Action::Abort(id));
                 }
+                Some(Part::Summing { id, offered, .. }) => {
+                    dest.parts.insert(push, Part::Stopping);
+                    self.actions.push_back(Action::Abort(id));
+                    if offered {
+                        tell.push((*key, dest.seq));
+                    }
+                }
                 Some(Part::Stopping) => {
                     dest.parts.insert(push, Part::Stopping);
                 }
