@@ -12,6 +12,8 @@ pub mod rooms;
 pub mod solo;
 mod sums;
 
+pub use sums::Flip;
+
 use data::{Running, Write};
 use kvxfer_proto::msg::{Frame, Msg};
 use kvxfer_proto::node::{
@@ -89,7 +91,7 @@ pub struct Net {
     pub writes_landed: u64,
     /// Sums of received bytes that came to an end, and those before which a byte is changed.
     pub sums_ended: u64,
-    pub flip: Option<sums::Flip>,
+    pub flip: Option<Flip>,
     /// Pings sent by all nodes.
     pub pings: u64,
     sessions: BTreeMap<(Incarnation, Incarnation), SessionNo>,

@@ -3,8 +3,8 @@
 use super::rooms::{PAGES, expect, ids, room, side, source};
 use kvxfer_proto::msg::{Done, Frame, Grant, Msg, Owed, Ready, Verify};
 use kvxfer_proto::node::{
-    Action, Config, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Mover, Node, PeerKey,
-    RankInfo, SessionUp,
+    Action, Config, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Expect, Mover, Node,
+    PeerKey, RankInfo, SessionUp, Summing,
 };
 use kvxfer_proto::{Incarnation, PushId, Reason, Seq, SessionNo, Time};
 
@@ -25,6 +25,7 @@ pub struct Solo {
     pub now: u64,
     pub sent: Vec<Sent>,
     pub delivers: Vec<Delivery>,
+    pub sums: Vec<Summing>,
     pub events: Vec<Event>,
     pub aborts: Vec<DeliveryId>,
     pub fences: Vec<PeerKey>,
@@ -38,6 +39,7 @@ impl Solo {
             now: 1,
             sent: Vec::new(),
             delivers: Vec::new(),
+            sums: Vec::new(),
             events: Vec::new(),
             aborts: Vec::new(),
             fences: Vec::new(),
@@ -47,6 +49,11 @@ impl Solo {
 
     /// A decode node that expects room 99 (tokens 0..4 on page 31) of an engine with these ranks.
     pub fn decode(ranks: &[u64]) -> Self {
+        Self::decode_of(ranks, expect(99, &[31], (0, 4)))
+    }
+
+    /// The same with another room.
+    pub fn decode_of(ranks: &[u64], expect: Expect) -> Self {
         let mut s = Self::new(Config::default());
         let size = ranks.len() as u32;
         let infos = (0..size)
@@ -54,7 +61,7 @@ impl Solo {
             .map(|(rank, n)| RankInfo { incarnation: Incarnation(*n), side: side(rank, size) })
             .collect();
         s.order(|n, now| {
-            n.handle_expect(now, expect(99, &[31], (0, 4)));
+            n.handle_expect(now, expect);
             n.handle_resolved(now, &source(), Ok(infos));
         });
         s
@@ -72,6 +79,7 @@ impl Solo {
             match action {
                 Action::Send { peer, number, msg, .. } => self.sent.push((peer, number, msg)),
                 Action::Deliver(delivery) => self.delivers.push(delivery),
+                Action::Sum(sum) => self.sums.push(sum),
                 Action::Event(event) => self.events.push(event),
                 Action::Abort(id) => self.aborts.push(id),
                 Action::Fence(key) => self.fences.push(key),
@@ -156,6 +164,12 @@ impl Solo {
     /// The fabric reports the end of a delivery.
     pub fn end(&mut self, delivery: usize, end: DeliveryEnd) {
         let id = self.delivers[delivery].id;
+        self.order(|n, now| n.handle_delivery(now, id, end));
+    }
+
+    /// The driver reports the end of a sum.
+    pub fn summed(&mut self, sum: usize, end: DeliveryEnd) {
+        let id = self.sums[sum].id;
         self.order(|n, now| n.handle_delivery(now, id, end));
     }
 
