@@ -3,6 +3,7 @@
 mod directory;
 mod effects;
 mod peers;
+mod sums;
 
 use crate::address::{DEFAULT_PORT, HostPort};
 use crate::agent::Shared;
@@ -14,10 +15,10 @@ use crate::rooms::RoomShared;
 use crate::sched::Scheduler;
 use crate::stats::Stats;
 use directory::Directory;
-use kvxfer_fabric::{Completion, Piece, ReadySignal};
+use kvxfer_fabric::{Completion, LocalMemory, Piece, ReadySignal};
 use kvxfer_proto::handshake::Secret;
 use kvxfer_proto::msg::{RegionShape, Role};
-use kvxfer_proto::node::{DeliveryId, Node, PeerKey, Stage};
+use kvxfer_proto::node::{DeliveryId, Flaw, Node, PeerKey, Stage};
 use kvxfer_proto::{Incarnation, PushId, Reason, ReasonKind, Room, SessionNo, Time};
 use peers::PeerIo;
 use rustix::fd::AsFd;
@@ -43,6 +44,9 @@ pub(crate) struct Driver {
     node: Node,
     control: Control,
     carriers: Carriers,
+    /// Our own regions, for checksums.
+    memory: LocalMemory,
+    flip_a_byte: bool,
     sched: Scheduler,
     directory: Directory,
     peers: HashMap<PeerKey, PeerIo>,
@@ -155,6 +159,7 @@ impl Driver {
             config.handshake_timeout,
         )?;
         let carriers = Carriers::new(config)?;
+        let memory = LocalMemory::new(&config.regions).map_err(|e| StartError::Fabric(e.to_string()))?;
         for (i, fd) in (0u64..).zip(carriers.fds()) {
             control.watch(fd, TOKEN_FABRIC + i)?;
         }
@@ -167,6 +172,8 @@ impl Driver {
             node,
             control,
             carriers,
+            memory,
+            flip_a_byte: config.node.flaw == Some(Flaw::FlipAByte),
             directory,
             peers: HashMap::new(),
             rooms: HashMap::new(),
@@ -398,7 +405,9 @@ impl Driver {
             peers.get(&key).is_some_and(|p| p.endpoint.is_some() && p.in_flight < SLICES_IN_FLIGHT)
         });
         let posted = slice.is_some();
-        if let Some(slice) = slice {
+        if let Some(slice) = slice.filter(|s| s.sum.is_some()) {
+            self.sum_slice(now, slice);
+        } else if let Some(slice) = slice {
             self.first_write.entry(slice.room).or_insert(now.0);
             self.post_slice(now, slice, &pieces);
         }

@@ -5,15 +5,22 @@
 
 use kvxfer_proto::Room;
 use kvxfer_proto::node::{DeliveryId, PeerKey};
-use kvxfer_proto::plan::{Cursor, Piece};
+use kvxfer_proto::plan::{Cursor, Digest, Piece};
 use std::collections::{HashMap, VecDeque};
 
-/// A delivery under way.
+/// What a flow does, a slice at a time.
+#[derive(Debug)]
+enum Work {
+    Move(Cursor),
+    Sum(Box<Digest>),
+}
+
+/// A delivery, or a sum of our own bytes, under way.
 #[derive(Debug)]
 pub(crate) struct Flow {
     pub(crate) id: DeliveryId,
     pub(crate) peer: PeerKey,
-    cursor: Cursor,
+    work: Work,
     exhausted: bool,
     aborted: bool,
     /// Slices posted whose flush has not come back.
@@ -26,6 +33,7 @@ pub(crate) struct Flow {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum FlowEnd {
     Complete { bytes: u64, writes: u64 },
+    Summed(u64),
     Aborted,
 }
 
@@ -45,16 +53,20 @@ pub(crate) struct Scheduler {
     quantum: u64,
 }
 
-/// A slice to post.
+/// A slice to post, or to sum.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Slice {
     pub(crate) id: DeliveryId,
     pub(crate) peer: PeerKey,
     pub(crate) room: Room,
+    /// It is to be summed by [`Scheduler::sum`], at most so many bytes.
+    pub(crate) sum: Option<u64>,
 }
 
 /// Pieces a slice may have at most: bounds the time between two looks at the control channel when pieces are tiny.
 const SLICE_PIECES: usize = 1024;
+/// Rows that a slice may look at: the same for sums of small rows, and for samples, which skip most of them.
+const SLICE_CELLS: u64 = 16_384;
 
 impl Scheduler {
     pub(crate) fn new(quantum: u64) -> Self {
@@ -63,7 +75,17 @@ impl Scheduler {
 
     pub(crate) fn add(&mut self, id: DeliveryId, peer: PeerKey, room: Room, cursor: Cursor) {
         let exhausted = cursor.total_bytes() == 0;
-        let flow = Flow { id, peer, cursor, exhausted, aborted: false, in_flight: 0, bytes: 0, writes: 0 };
+        self.begin(id, peer, room, Work::Move(cursor), exhausted);
+    }
+
+    /// A sum takes its turns as a delivery does.
+    pub(crate) fn add_sum(&mut self, id: DeliveryId, peer: PeerKey, room: Room, digest: Digest) {
+        let exhausted = digest.is_done();
+        self.begin(id, peer, room, Work::Sum(Box::new(digest)), exhausted);
+    }
+
+    fn begin(&mut self, id: DeliveryId, peer: PeerKey, room: Room, work: Work, exhausted: bool) {
+        let flow = Flow { id, peer, work, exhausted, aborted: false, in_flight: 0, bytes: 0, writes: 0 };
         self.flows.insert(id, flow);
         let turn = self.turns.entry(room).or_insert_with(|| {
             self.ring.push_back(room);
@@ -96,23 +118,46 @@ impl Scheduler {
                 continue;
             };
             let Some(flow) = self.flows.get_mut(&id) else { continue };
-            if !may_post(flow.peer) {
+            // A sum needs nothing of its peer.
+            let moves = matches!(flow.work, Work::Move(_));
+            if moves && !may_post(flow.peer) {
                 // It keeps its place and gains nothing by waiting.
                 self.ring.push_back(room);
                 continue;
             }
             turn.deficit = turn.deficit.saturating_add(self.quantum).min(2 * self.quantum);
-            flow.exhausted = !flow.cursor.fill(out, turn.deficit, SLICE_PIECES);
+            let Work::Move(cursor) = &mut flow.work else {
+                let slice = Slice { id, peer: flow.peer, room, sum: Some(turn.deficit) };
+                self.ring.push_back(room);
+                return Some(slice);
+            };
+            flow.exhausted = !cursor.fill(out, turn.deficit, SLICE_PIECES);
             let bytes: u64 = out.iter().map(|p| p.len).sum();
             turn.deficit = turn.deficit.saturating_sub(bytes);
             flow.bytes += bytes;
             flow.writes += out.len() as u64;
             flow.in_flight += 1;
-            let slice = Slice { id, peer: flow.peer, room };
+            let slice = Slice { id, peer: flow.peer, room, sum: None };
             self.ring.push_back(room);
             return Some(slice);
         }
         None
+    }
+
+    /// Sums a slice. Returns its bytes, and the sum's end if that was the last of it.
+    pub(crate) fn sum<E>(
+        &mut self,
+        slice: Slice,
+        read: impl FnMut(u32, u64, &mut [u8]) -> Result<(), E>,
+    ) -> Result<(u64, Option<FlowEnd>), E> {
+        let Some(flow) = self.flows.get_mut(&slice.id) else { return Ok((0, None)) };
+        let (Work::Sum(digest), Some(budget)) = (&mut flow.work, slice.sum) else { return Ok((0, None)) };
+        let bytes = digest.step(budget, SLICE_CELLS, read)?;
+        flow.exhausted = digest.is_done();
+        if let Some(turn) = self.turns.get_mut(&slice.room) {
+            turn.deficit = turn.deficit.saturating_sub(bytes);
+        }
+        Ok((bytes, self.take_end(slice.id)))
     }
 
     /// A slice's flush came back. Returns the flow's end if that was the last of it.
@@ -138,10 +183,10 @@ impl Scheduler {
             return None;
         }
         let flow = self.flows.remove(&id)?;
-        Some(if flow.aborted {
-            FlowEnd::Aborted
-        } else {
-            FlowEnd::Complete { bytes: flow.bytes, writes: flow.writes }
+        Some(match flow.work {
+            _ if flow.aborted => FlowEnd::Aborted,
+            Work::Move(_) => FlowEnd::Complete { bytes: flow.bytes, writes: flow.writes },
+            Work::Sum(digest) => FlowEnd::Summed(digest.value()),
         })
     }
 

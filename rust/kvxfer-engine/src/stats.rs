@@ -16,6 +16,8 @@ pub struct Stats {
     pub queue_depth: u64,
     /// Bytes that this agent moved.
     pub moved_bytes: u64,
+    /// Bytes that this agent summed for checksums.
+    pub summed_bytes: u64,
     /// Writes or copies it made.
     pub writes: u64,
     /// System calls for data.

@@ -7,6 +7,7 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 pub mod error;
+pub mod local;
 pub mod memory;
 pub mod process;
 pub mod shm;
@@ -16,6 +17,7 @@ pub mod ucx;
 pub use error::FabricError;
 pub use kvxfer_proto::msg::MemKind;
 pub use kvxfer_proto::plan::Piece;
+pub use local::LocalMemory;
 pub use memory::{Backing, ReadySignal, RegionSpan};
 
 use std::os::fd::BorrowedFd;

@@ -31,6 +31,7 @@ impl Driver {
                 Action::Event(event) => self.event(now, event),
                 Action::Stage(room, stage) => self.stage_changed(room, stage),
                 Action::Deliver(delivery) => self.deliver(now, delivery),
+                Action::Sum(sum) => self.begin_sum(now, sum),
                 Action::Abort(id) => {
                     let end = self.sched.abort(id);
                     self.flow_over(now, id, end);
@@ -77,13 +78,14 @@ impl Driver {
         }
     }
 
-    fn flow_over(&mut self, now: Time, id: DeliveryId, end: Option<FlowEnd>) {
+    pub(super) fn flow_over(&mut self, now: Time, id: DeliveryId, end: Option<FlowEnd>) {
         let Some(end) = end else { return };
         let failure = self.failures.remove(&id);
         let end = match (end, failure) {
             (FlowEnd::Aborted, Some(reason)) => DeliveryEnd::Failed(reason),
             (FlowEnd::Aborted, None) => DeliveryEnd::Aborted,
             (FlowEnd::Complete { bytes, writes }, _) => DeliveryEnd::Complete { bytes, writes },
+            (FlowEnd::Summed(sum), _) => DeliveryEnd::Summed(sum),
         };
         self.node.handle_delivery(now, id, end);
     }

@@ -35,6 +35,7 @@ mod sock;
 mod source;
 mod wire;
 
+pub(crate) use copy::check_bounds;
 pub(crate) use host::{HostId, start_time};
 pub use host::{HostReport, HugePages, host_report};
 pub use pool::{PoolOptions, ShmPool};
