@@ -337,10 +337,10 @@ class Agent:
         source_dp_rank: int = 0,
         timeout: float | None = 300.0,
         bootstrap_timeout: float | None = 300.0,
-        verify: str | None = None,
+        verify: Literal["full", "sample"] | None = None,
     ) -> None:
         """Grants pages to the prefill engine at `source`, which may write them until the room's released
-        event.
+        event. `verify` asks for a checksum of what arrives: of every byte, or of a sample of rows.
         """
 
     def open(

@@ -85,7 +85,9 @@ class FabricError(KvxferError):
 
 
 class ChecksumMismatch(KvxferError):
-    """The bytes that arrived have another checksum than the bytes that were sent."""
+    """The bytes that arrived have another checksum than the bytes that were sent (`expect(verify=)`); the message
+    has both.
+    """
 
 
 class VersionMismatch(KvxferError):

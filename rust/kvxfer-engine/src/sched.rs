@@ -242,6 +242,77 @@ mod tests {
         PeerKey { incarnation: Incarnation(n), direction: Direction::TheyGrant }
     }
 
+    fn digest(pages: u32, sample: bool) -> Digest {
+        let cursor = cursor(pages);
+        let extent = kvxfer_proto::plan::Extent {
+            end: kvxfer_proto::plan::End::Source,
+            pages: vec![(0..pages).collect()],
+            start: 0,
+            tokens: 0..u64::from(pages) * 16,
+            layers: 0..4,
+            sample,
+        };
+        Digest::new(Arc::clone(cursor.template()), extent, &[100_000]).unwrap()
+    }
+
+    fn nothing(_: u32, _: u64, _: &mut [u8]) -> Result<(), ()> {
+        Ok(())
+    }
+
+    /// Sums take turns with data work, a slice at a time, and need no credit of their peer.
+    #[test]
+    fn a_sum_shares_the_thread_with_other_rooms() {
+        let mut s = Scheduler::new(64 << 10);
+        s.add_sum(DeliveryId(1), key(1), Room::new(1).unwrap(), digest(1000, false));
+        s.add(DeliveryId(2), key(2), Room::new(2).unwrap(), cursor(63));
+        let (mut out, mut summed, mut moved) = (Vec::new(), 0, 0);
+        while let Some(slice) = s.next_slice(&mut out, |k| k == key(2)) {
+            if slice.sum.is_some() {
+                assert_eq!(slice.id, DeliveryId(1));
+                let (bytes, end) = s.sum(slice, nothing).unwrap();
+                assert!(bytes <= 128 << 10, "a slice of {bytes} bytes");
+                summed += bytes;
+                assert_eq!(end.is_some(), summed == 1000 * 4096 * 8);
+            } else {
+                assert!(out.iter().map(|p| p.len).sum::<u64>() <= 128 << 10);
+                moved += out.iter().map(|p| p.len).sum::<u64>();
+                s.flushed(slice.id);
+            }
+            if moved < 63 * 4096 * 8 {
+                assert!(summed <= moved + (256 << 10), "{summed} bytes were summed while {moved} moved");
+            }
+        }
+        assert_eq!((summed, moved), (1000 * 4096 * 8, 63 * 4096 * 8));
+        assert_eq!(s.len(), 0);
+    }
+
+    /// Rows that a sample skips take their time too.
+    #[test]
+    fn a_sample_of_a_long_room_comes_in_slices() {
+        let mut s = Scheduler::new(u64::MAX / 4);
+        s.add_sum(DeliveryId(1), key(1), Room::new(1).unwrap(), digest(4096, true));
+        let (mut out, mut slices) = (Vec::new(), 0);
+        while let Some(slice) = s.next_slice(&mut out, |_| false) {
+            s.sum(slice, nothing).unwrap();
+            slices += 1;
+        }
+        assert_eq!(slices, 4096 * 16 * 8 / SLICE_CELLS);
+    }
+
+    #[test]
+    fn a_sum_that_is_stopped_ends_at_once() {
+        let mut s = Scheduler::new(64 << 10);
+        s.add_sum(DeliveryId(1), key(1), Room::new(1).unwrap(), digest(1000, false));
+        let mut out = Vec::new();
+        let slice = s.next_slice(&mut out, |_| true).unwrap();
+        assert_eq!(s.sum(slice, nothing).unwrap().1, None);
+        assert_eq!(s.abort(DeliveryId(1)), Some(FlowEnd::Aborted));
+        assert!(s.next_slice(&mut out, |_| true).is_none());
+        s.add_sum(DeliveryId(2), key(1), Room::new(1).unwrap(), digest(1000, false));
+        assert_eq!(s.drop_peer(key(1)), vec![DeliveryId(2)]);
+        assert!(s.next_slice(&mut out, |_| true).is_none());
+    }
+
     /// A short room behind long ones gets its share from its first turn on.
     #[test]
     fn a_short_room_waits_for_one_slice_of_each_other_room() {

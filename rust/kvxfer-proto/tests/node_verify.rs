@@ -152,10 +152,12 @@ fn a_sample_finds_a_flipped_byte_only_in_a_sampled_row() {
 fn retracted_and_replaced_while_either_side_sums() {
     for mover in BOTH {
         for verify in WANTED {
-            for pause in (0..1600).step_by(25) {
-                let (mut net, d) = net(11, mover, 1, 1);
-                net.copy_us = (20, 60);
-                net.data_us = (20, 60);
+            for pause in (0..2000).step_by(7) {
+                let (mut net, d) = net(11 + pause, mover, 1, 1);
+                net.copy_us = (5, 20);
+                // Writes overtake messages: only what the sides say to each other keeps them apart.
+                net.control_us = (20, 200);
+                net.data_us = (1, 10);
                 net.order(d, |n, now| n.handle_expect(now, checked(verify, 5, &DST, (0, 12))));
                 fill(&mut net, 0, 5, &SRC, 0, 0..12);
                 net.push(0, early_push(5, 1, &SRC, (0, 12)));
@@ -164,7 +166,7 @@ fn retracted_and_replaced_while_either_side_sums() {
                 // The replacement differs from what it replaces: a sum of both is wrong.
                 fill(&mut net, 0, 77, &[20, 21, 22], 0, 0..12);
                 net.push(0, early_push(5, 2, &[20, 21, 22], (0, 12)));
-                net.run_until(pause + 400);
+                net.run_until(pause + 1000);
                 let back = |net: &Net| net.events_of(0, room(5)).contains(&&EventKind::Retracted(PushId(1)));
                 if back(&net) {
                     // What is released may be overwritten.
