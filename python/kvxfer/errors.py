@@ -85,8 +85,8 @@ class FabricError(KvxferError):
 
 
 class ChecksumMismatch(KvxferError):
-    """The bytes that arrived have another checksum than the bytes that were sent (`expect(verify=)`); the message
-    has both.
+    """The bytes that arrived have another checksum than the bytes that were sent (`expect(verify=)`); the
+    message has both.
     """
 
 

@@ -111,7 +111,7 @@ BAD_EXPECT: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"source": "host:port"}, kx.BadArgument, "'?\"?port"),
     ({"source": 8998}, TypeError, "'int' object"),
     ({"source_dp_rank": -1}, kx.BadArgument, "-1 is out of range: 0 to 4294967295"),
-    ({"verify": "some"}, kx.BadArgument, "verify \"some\" is not known: \"full\", \"sample\" and None are"),
+    ({"verify": "some"}, kx.BadArgument, 'verify "some" is not known: "full", "sample" and None are'),
     ({"verify": True}, TypeError, "'bool' object"),
 ]
 

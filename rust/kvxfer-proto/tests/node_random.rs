@@ -116,7 +116,8 @@ impl World {
             let events = self.net.nodes[node].events[self.seen[node]..].to_vec();
             self.seen[node] += events.len();
             // No byte is changed here on its way.
-            let changed = |k: &EventKind| matches!(k, EventKind::Failed(r) if r.kind == ReasonKind::ChecksumMismatch);
+            let changed =
+                |k: &EventKind| matches!(k, EventKind::Failed(r) if r.kind == ReasonKind::ChecksumMismatch);
             for e in events.iter().filter(|e| changed(&e.kind)) {
                 self.wrong.push(format!("t={}: {:?}", self.net.now, e.kind));
             }

@@ -392,9 +392,7 @@ fn where_we_write_a_replacement_waits_until_decode_has_read_what_it_replaces() {
 #[test]
 fn a_sum_that_cannot_be_made_fails_the_room() {
     for mover in BOTH {
-        for end in
-            [DeliveryEnd::Failed(why(ReasonKind::PageError)), DeliveryEnd::Aborted]
-        {
+        for end in [DeliveryEnd::Failed(why(ReasonKind::PageError)), DeliveryEnd::Aborted] {
             let (mut s, k) = summing_source(mover);
             s.summed(0, end.clone());
             assert_eq!(s.endings(1), (1, 1), "{:?}", s.events);

@@ -427,8 +427,7 @@ impl Node {
                 self.part_moved(now, room, key, push, bytes, writes);
             }
             (Some(Part::Summing { bytes, writes, offered, .. }), DeliveryEnd::Summed(sum)) => {
-                if !offered
-                    && let Some(d) = self.outbound.get_mut(&room).and_then(|r| r.dests.get_mut(&key))
+                if !offered && let Some(d) = self.outbound.get_mut(&room).and_then(|r| r.dests.get_mut(&key))
                 {
                     d.unread.insert(push);
                 }

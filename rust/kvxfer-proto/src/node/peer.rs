@@ -344,12 +344,8 @@ impl Node {
         {
             self.fail_outbound(now, room, reason.clone());
         }
-        let stop: Vec<_> = self
-            .deliveries
-            .iter()
-            .filter(|(_, d)| d.peer() == key)
-            .map(|(id, _)| *id)
-            .collect();
+        let stop: Vec<_> =
+            self.deliveries.iter().filter(|(_, d)| d.peer() == key).map(|(id, _)| *id).collect();
         self.actions.extend(stop.into_iter().map(Action::Abort));
         self.actions.push_back(Action::Fence(key));
     }

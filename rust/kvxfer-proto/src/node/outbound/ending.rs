@@ -176,9 +176,11 @@ impl Node {
             .collect::<Vec<_>>()
         {
             if let Some(d) = self.outbound.get_mut(&room).and_then(|r| r.dests.get_mut(&key)) {
-                for part in d.parts.values_mut().filter(|p| {
-                    matches!(p, Part::Writing(_) | Part::Summing { .. } | Part::Stopping)
-                }) {
+                for part in d
+                    .parts
+                    .values_mut()
+                    .filter(|p| matches!(p, Part::Writing(_) | Part::Summing { .. } | Part::Stopping))
+                {
                     *part = Part::Void;
                 }
                 if !d.finished {
