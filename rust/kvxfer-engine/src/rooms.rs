@@ -1,9 +1,12 @@
 //! What callers can see of a room without asking the transfer thread.
 
+use crate::primitive::{
+    AtomicBool, AtomicU8, AtomicU64, Condvar, Fault, Mutex, OnceLock, Ordering, broken, lock,
+};
 use kvxfer_proto::node::{EventKind, RoomStats, Stage};
 use kvxfer_proto::{Reason, Room};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 /// An event as `poll` gives it.
@@ -59,7 +62,7 @@ pub(crate) struct RoomShared {
     stage: AtomicU8,
     /// The terminal event.
     end: OnceLock<AgentEvent>,
-    /// The terminal event is in the queue.
+    /// The terminal event is in the queue, or there will be none: the room's only order was refused.
     published: AtomicBool,
     /// A push with `last` was ordered.
     pub(crate) last_ordered: AtomicBool,
@@ -113,8 +116,20 @@ impl RoomShared {
     pub(crate) fn publish(&self) {
         self.published.store(true, Ordering::Release);
         // Waiters hold this lock only between their look and their sleep.
-        drop(self.gate.lock().unwrap_or_else(PoisonError::into_inner));
+        if !broken(Fault::PublishWithoutLock) {
+            drop(lock(&self.gate));
+        }
         self.ended.notify_all();
+    }
+
+    /// The room's only order was refused: nothing will come of it. Whoever waits already wakes, and gets nothing.
+    pub(crate) fn withdraw(&self) {
+        self.publish();
+    }
+
+    /// Whether nothing will come of it.
+    pub(crate) fn is_withdrawn(&self) -> bool {
+        self.published.load(Ordering::Acquire) && self.end.get().is_none()
     }
 
     pub(crate) fn end(&self) -> Option<&AgentEvent> {
@@ -129,7 +144,7 @@ impl RoomShared {
     /// Sleeps until the room has ended or the time is up.
     pub(crate) fn wait(&self, timeout: Option<Duration>) -> Option<&AgentEvent> {
         let until = timeout.map(|t| Instant::now() + t.min(Duration::from_secs(365 * 24 * 3600)));
-        let mut gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut gate = lock(&self.gate);
         while !self.published.load(Ordering::Acquire) {
             gate = match until {
                 None => self.ended.wait(gate).unwrap_or_else(PoisonError::into_inner),
@@ -143,7 +158,8 @@ impl RoomShared {
     }
 }
 
-static FORKS: AtomicU64 = AtomicU64::new(0);
+// Not one of `primitive`: it is no part of any protocol, and has to be there before anything else.
+static FORKS: AtomicUsize = AtomicUsize::new(0);
 
 /// Tells this crate that it runs in a forked child: agents of the parent answer with an error from now on.
 pub fn after_fork_in_child() {
@@ -151,6 +167,6 @@ pub fn after_fork_in_child() {
 }
 
 /// How many forks this process descends from, counted since the crate was loaded.
-pub(crate) fn forks() -> u64 {
+pub(crate) fn forks() -> usize {
     FORKS.load(Ordering::Relaxed)
 }
