@@ -1,4 +1,4 @@
-"""One of the two processes of `kvxfer soak`: hands small rooms over, one after another, and says what it holds."""
+"""One of the two processes of `kvxfer soak`: hands small rooms over, and says what it holds."""
 
 from __future__ import annotations
 
