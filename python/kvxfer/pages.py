@@ -56,7 +56,7 @@ class PagePool:
         self._stack: PageIds = np.arange(count - 1, -1, -1, dtype=np.int32)
         self._free = count
         self._is_free: npt.NDArray[np.bool_] = np.ones(count, np.bool_)
-        # Where a page stands in the list that is given back: two places for one page show that it is there twice.
+        # Where a page stands in the list that is given back: a page that is there twice stands elsewhere too.
         self._place: PageIds = np.zeros(count, np.int32)
 
     @property
@@ -102,7 +102,7 @@ class PagePool:
         return found
 
     def give(self, pages: Any) -> None:
-        """Takes pages back, in any order and by any number of calls. `pages` are integers, as `take` gave them.
+        """Takes pages back, in any order and by any number of calls; `pages` are integers as `take` gave.
 
         Raises `PageError` for a page that is free already, is in the list twice, or is not of this pool;
         nothing was taken back then.
@@ -134,8 +134,8 @@ class PagePool:
     def taken(self, pages: int) -> Iterator[PageIds]:
         """`take`, and `give` when the block ends well.
 
-        The block has to see its room's released event. An exception leaves the pages taken: whether a peer may
-        still write them is for the caller to find out.
+        The block has to see its room's released event. An exception leaves the pages taken: whether a peer
+        may still write them is for the caller to find out.
         """
         found = self.take(pages)
         yield found
