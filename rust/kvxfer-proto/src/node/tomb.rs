@@ -28,8 +28,8 @@ impl Tomb {
     }
 
     /// The same, with the ranks that were heard before the room ended.
-    pub(super) fn with_ranks(mut self, heard: impl Iterator<Item = PeerKey>, ranks: Option<u32>) -> Self {
-        self.heard = heard.collect();
+    pub(super) fn with_ranks(mut self, heard: Vec<PeerKey>, ranks: Option<u32>) -> Self {
+        self.heard = heard;
         self.ranks = ranks;
         self
     }

@@ -128,7 +128,7 @@ impl Node {
             }
         }
         let local = r.local;
-        let tomb = Tomb::new(reason.clone(), local).with_ranks(r.dests.keys().copied(), r.ranks);
+        let (heard, ranks) = (r.dests.keys().copied().collect(), r.ranks);
         if local {
             let (released, stats) = (!r.is_writing(), r.progress.stats());
             r.released = released;
@@ -138,7 +138,7 @@ impl Node {
         } else {
             self.early_rooms = self.early_rooms.saturating_sub(1);
         }
-        self.bury(room, tomb);
+        self.bury(room, Tomb::new(reason, local).with_ranks(heard, ranks));
         self.settle_outbound(now, room);
     }
 
