@@ -70,7 +70,7 @@ rust_tests_system_ucx() {
 loom_tests() {
     say "building and running the loom models (about 1 minute the first time)"
     RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
-        cargo test --locked --quiet -p kvxfer-engine --lib -- --quiet loom_tests::
+        cargo test --locked --quiet -p kvxfer-engine --lib loom_tests::
 }
 
 all_rust_tests() {

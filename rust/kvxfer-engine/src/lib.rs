@@ -37,7 +37,8 @@ mod thread;
 #[cfg(not(loom))]
 mod waiter;
 
-#[cfg(all(test, loom))]
+#[cfg(test)]
+#[cfg(loom)]
 mod loom_tests;
 
 #[cfg(not(loom))]

@@ -235,7 +235,8 @@ impl Events {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod tests {
     use super::*;
     use rustix::fd::{AsFd as _, BorrowedFd};

@@ -70,7 +70,8 @@ pub(crate) struct RoomShared {
     pub(crate) last_push: AtomicU64,
     /// `expect` began it.
     pub(crate) expected: bool,
-    gate: Mutex<()>,
+    /// How many sleep until the end.
+    gate: Mutex<usize>,
     ended: Condvar,
 }
 
@@ -83,7 +84,7 @@ impl RoomShared {
             published: AtomicBool::new(false),
             last_ordered: AtomicBool::new(false),
             last_push: AtomicU64::new(0),
-            gate: Mutex::new(()),
+            gate: Mutex::new(0),
             ended: Condvar::new(),
         }
     }
@@ -115,11 +116,16 @@ impl RoomShared {
     /// Wakes whoever waits for the end. Called once the event is in the queue, so that they find it there.
     pub(crate) fn publish(&self) {
         self.published.store(true, Ordering::Release);
-        // Waiters hold this lock only between their look and their sleep.
-        if !broken(Fault::PublishWithoutLock) {
-            drop(lock(&self.gate));
+        if broken(Fault::PublishWithoutLock) {
+            self.ended.notify_all();
+            return;
         }
-        self.ended.notify_all();
+        // Waiters hold this lock only between their look and their sleep.
+        let sleepers = *lock(&self.gate);
+        // Almost never are there any, and to wake nobody is a system call too.
+        if sleepers > 0 {
+            self.ended.notify_all();
+        }
     }
 
     /// The room's only order was refused: nothing will come of it. Whoever waits already wakes, and gets nothing.
@@ -145,16 +151,19 @@ impl RoomShared {
     pub(crate) fn wait(&self, timeout: Option<Duration>) -> Option<&AgentEvent> {
         let until = timeout.map(|t| Instant::now() + t.min(Duration::from_secs(365 * 24 * 3600)));
         let mut gate = lock(&self.gate);
+        *gate += 1;
         while !self.published.load(Ordering::Acquire) {
             gate = match until {
                 None => self.ended.wait(gate).unwrap_or_else(PoisonError::into_inner),
                 Some(until) => {
-                    let left = until.checked_duration_since(Instant::now())?;
+                    let Some(left) = until.checked_duration_since(Instant::now()) else { break };
                     self.ended.wait_timeout(gate, left).unwrap_or_else(PoisonError::into_inner).0
                 }
             };
         }
-        self.end.get()
+        *gate -= 1;
+        drop(gate);
+        self.published()
     }
 }
 

@@ -100,7 +100,8 @@ impl Table {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod tests {
     use super::*;
     use kvxfer_proto::Room;

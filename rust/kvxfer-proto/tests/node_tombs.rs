@@ -50,7 +50,7 @@ fn rooms_of_whose_end_everybody_knows_take_a_bounded_place() {
                     }
                 };
                 let cancels = |net: &mut Net| {
-                    net.order(canceller, |node, now| node.handle_cancel(now, room(r), left()))
+                    net.order(canceller, |node, now| node.handle_cancel(now, room(r), left()));
                 };
                 let first: [&dyn Fn(&mut Net); 2] =
                     if canceller == 0 { [&pushes, &expects] } else { [&expects, &pushes] };
