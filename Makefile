@@ -25,7 +25,7 @@ comma := ,
 more := $(if $(EXTRAS),$(comma)$(EXTRAS))
 setup = $(PYTHON) scripts/setup_env.py $(if $(EXPLICIT_PYTHON),--explicit-python)
 
-.PHONY: help demo test test-rust test-python lint fmt stubs wheel doctor bench-post clean
+.PHONY: help demo test test-rust test-loom test-python soak lint fmt stubs wheel doctor bench-post clean
 
 help: ## List the targets
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -43,6 +43,10 @@ test: ## Run all tests, Rust and Python (first time under 10 minutes)
 test-rust: ## Run the Rust tests only
 	@scripts/preflight.sh rust python
 	@scripts/run_tests.sh rust
+
+test-loom: ## Walk the interleavings of what callers and the transfer thread share (part of test)
+	@scripts/preflight.sh rust
+	@scripts/run_tests.sh loom
 
 test-python: ## Run the Python tests only; ARGS="tests/unit -k name" picks some
 	@scripts/preflight.sh rust python
@@ -81,6 +85,12 @@ bench-post: ## Measure what push, expect and poll cost the caller
 	@scripts/preflight.sh rust python
 	@$(setup) --extras ucx$(more) --extension
 	@$(BIN)/kvxfer bench post $(ARGS)
+
+soak: ## A million small hand-offs over shm and a tenth over UCX: nothing may grow (about 5 minutes)
+	@scripts/preflight.sh rust python
+	@$(setup) --extras ucx$(more) --extension
+	@$(BIN)/kvxfer soak --rooms 1000000 --fabric shm $(ARGS)
+	@$(BIN)/kvxfer soak --rooms 100000 --fabric ucx $(ARGS)
 
 clean: ## Remove the venv, build outputs and caches
 	@rm -rf $(VENV) target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

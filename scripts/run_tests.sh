@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests: run_tests.sh all|rust|python [arguments for pytest]
+# Runs the tests: run_tests.sh all|rust|loom|python [arguments for pytest]
 # `make test` calls it; pytest comes last, so that its closing line is the last line of a good run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -66,8 +66,16 @@ rust_tests_system_ucx() {
     fi
 }
 
+# In a folder of its own, because the flag would have everything built anew each time.
+loom_tests() {
+    say "building and running the loom models (about 1 minute the first time)"
+    RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
+        cargo test --locked --quiet -p kvxfer-engine --lib loom_tests::
+}
+
 all_rust_tests() {
     stage "Rust tests" rust_tests
+    stage "Rust tests, loom" loom_tests
     if [ -n "${KVXFER_TEST_UCX_SYSTEM:-}" ]; then
         stage "Rust tests, the system's UCX" rust_tests_system_ucx
     fi
@@ -113,6 +121,10 @@ case "$what" in
         all_rust_tests
         print_summary
         ;;
+    loom)
+        stage "Rust tests, loom" loom_tests
+        print_summary
+        ;;
     python)
         stage "set-up: venv, packages, extension" set_up --extension
         stage "set-up: system UCX" scripts/system_deps.sh
@@ -121,7 +133,7 @@ case "$what" in
         python_tests "$@"
         ;;
     *)
-        echo "usage: run_tests.sh all|rust|python [arguments for pytest]" >&2
+        echo "usage: run_tests.sh all|rust|loom|python [arguments for pytest]" >&2
         exit 2
         ;;
 esac

@@ -43,6 +43,7 @@ from kvxfer.errors import (
     NotSupported,
     PageError,
     PeerLost,
+    PoolFull,
     ProtocolError,
     QueueFull,
     RoomInUse,
@@ -54,6 +55,7 @@ from kvxfer.errors import (
     VersionMismatch,
     WaitTimeout,
 )
+from kvxfer.pages import PagePool
 
 __all__ = [
     "Agent",
@@ -72,9 +74,11 @@ __all__ = [
     "NotSupported",
     "PageError",
     "PageLayout",
+    "PagePool",
     "PeerLost",
     "Plan",
     "Pool",
+    "PoolFull",
     "ProtocolError",
     "Push",
     "QueueFull",

@@ -22,6 +22,7 @@ __all__ = [
     "NotSupported",
     "PageError",
     "PeerLost",
+    "PoolFull",
     "ProtocolError",
     "QueueFull",
     "RoomInUse",
@@ -108,6 +109,10 @@ class Unhealthy(KvxferError):
 
 class QueueFull(KvxferError):
     """`queue_capacity` orders wait for the transfer thread. Nothing was lost: poll, and call again."""
+
+
+class PoolFull(KvxferError):
+    """A `PagePool` has too few free pages now. Nothing was taken: try again after a room's released event."""
 
 
 class UnknownRoom(KvxferError):

@@ -36,4 +36,6 @@ def test_examples_run(test: doctest.DocTest) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert {"Agent", "PageLayout", "Shard", "alloc", "plan_transfer"} <= {test.name for test in EXAMPLES}
+    assert {"Agent", "PageLayout", "PagePool", "Shard", "alloc", "plan_transfer"} <= {
+        test.name for test in EXAMPLES
+    }

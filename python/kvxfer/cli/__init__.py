@@ -136,6 +136,50 @@ def _bench(commands: Any) -> None:
     post.set_defaults(module="kvxfer.cli.bench_post")
 
 
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def _soak(commands: Any) -> None:
+    parser = commands.add_parser(
+        "soak",
+        help="hand off a great many small rooms, and see whether anything grows",
+        description=(
+            "Two processes hand off rooms of one page, some of which either side cancels. Memory, file "
+            "descriptors, threads and table sizes of both are taken after a tenth of the rooms and at the "
+            "end. The exit status is 1 if anything has grown by more than the limit."
+        ),
+    )
+    parser.add_argument(
+        "--rooms",
+        type=_at_least(1000),
+        default=1_000_000,
+        metavar="N",
+        help="hand-offs in all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cancel-every",
+        type=_at_least(0),
+        default=5,
+        metavar="N",
+        help="every so many rooms one is cancelled, by either side in turn; 0 for none (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=_fraction,
+        default=0.02,
+        metavar="FRACTION",
+        help="growth that is allowed (default: %(default)s)",
+    )
+    _add_fabric(parser)
+    _add_json(parser)
+    parser.set_defaults(module="kvxfer.cli.soak")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvxfer",
@@ -143,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvxfer {kvxfer.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_demo, _doctor, _bench):
+    for add in (_demo, _doctor, _bench, _soak):
         add(commands)
     return parser
 

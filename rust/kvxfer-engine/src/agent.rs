@@ -1,108 +1,35 @@
 //! The caller's end of an agent.
 
+use crate::clock::now;
 use crate::config::{AgentConfig, StartError};
 use crate::order::{CallError, ExpectOrder, PushOrder, WaitError};
-use crate::queue::{Events, Order, Orders, Signal};
+use crate::primitive::{Signal, lock};
+use crate::queue::Order;
 use crate::rooms::{AgentEvent, RoomShared, forks};
+use crate::shared::Shared;
 use crate::stats::Stats;
+use crate::table::Table;
 use crate::thread;
 use crate::waiter::Waiter;
 use kvxfer_proto::node::{EventKind, Expect, Push, Source, Stage, Unreleased};
 use kvxfer_proto::wire::MAX_META_BYTES;
-use kvxfer_proto::{PageLayout, PushId, Reason, Room};
+use kvxfer_proto::{PageLayout, PushId, Room};
 use rustix::fd::{AsFd, BorrowedFd};
-use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
-
-/// Failed rooms that the caller has polled, remembered so that a late call on one says why.
-const ENDED_ROOMS: usize = 4096;
-
-/// State that callers and the transfer thread share.
-#[derive(Debug)]
-pub(crate) struct Shared {
-    pub(crate) orders: Orders,
-    pub(crate) events: Events,
-    pub(crate) stats: crate::stats::StatsCell,
-    /// Raised at each terminal event, for event loops; see [`Agent::new_waiter`].
-    pub(crate) waiters: Mutex<Vec<Arc<Signal>>>,
-    pub(crate) has_waiters: AtomicBool,
-    pub(crate) unreleased: Mutex<Vec<Unreleased>>,
-    pub(crate) closed: AtomicBool,
-    /// Nobody takes orders any more.
-    pub(crate) over: AtomicBool,
-}
-
-impl Shared {
-    /// Ends a room from outside the state machine, unless it has ended.
-    pub(crate) fn fail_room(
-        &self,
-        room: Room,
-        shared: &RoomShared,
-        reason: &Reason,
-        released: bool,
-        at_us: u64,
-    ) {
-        let event = AgentEvent {
-            room,
-            kind: EventKind::Failed(reason.clone()),
-            released,
-            meta: None,
-            stats: kvxfer_proto::node::RoomStats::default(),
-            first_write_at_us: 0,
-            at_us,
-        };
-        if shared.finish(event.clone()) {
-            self.events.push(event);
-            shared.publish();
-            for signal in lock(&self.waiters).iter() {
-                signal.raise();
-            }
-        }
-    }
-
-    /// The thread has ended: whoever queued an order that it did not take, or still queues one, is answered here.
-    pub(crate) fn end_orders(&self) {
-        self.closed.store(true, Ordering::SeqCst);
-        self.over.store(true, Ordering::SeqCst);
-        std::sync::atomic::fence(Ordering::SeqCst);
-        let reason = Reason::new(kvxfer_proto::ReasonKind::Closed, "the agent was closed");
-        while let Some(order) = self.orders.take() {
-            let (room, shared) = match order {
-                Order::Expect(e, shared) => (e.room, shared),
-                Order::Open(room, _, _, shared) => (room, shared),
-                Order::Push(p, shared, _) => (p.room, shared),
-                Order::Retract(..) | Order::Cancel(_) | Order::Evict(_) | Order::Close => continue,
-            };
-            self.fail_room(room, &shared, &reason, true, crate::driver::now().0);
-        }
-    }
-}
-
-#[derive(Debug, Default)]
-struct Table {
-    rooms: HashMap<u64, Arc<RoomShared>>,
-    /// Failed rooms that were polled, oldest first.
-    ended: VecDeque<u64>,
-}
 
 /// An agent: registered memory, a control port, and a transfer thread.
 #[derive(Debug)]
 pub struct Agent {
     shared: Arc<Shared>,
-    /// Only callers take this lock, and only for a look-up.
-    table: Mutex<Table>,
+    table: Table,
     thread: Mutex<Option<std::thread::JoinHandle<()>>>,
     address: String,
     layouts: Vec<PageLayout>,
     next_push: AtomicU64,
-    forks: u64,
+    forks: usize,
     transports: String,
-}
-
-pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Agent {
@@ -112,21 +39,12 @@ impl Agent {
     /// See [`StartError`]; nothing of a failed agent is left.
     pub fn start(config: AgentConfig) -> Result<Self, StartError> {
         let os = |call| move |e: rustix::io::Errno| StartError::Os { call, why: e.to_string() };
-        let shared = Arc::new(Shared {
-            orders: Orders::new(config.queue_capacity).map_err(os("eventfd"))?,
-            events: Events::new().map_err(os("eventfd"))?,
-            stats: crate::stats::StatsCell::default(),
-            waiters: Mutex::new(Vec::new()),
-            has_waiters: AtomicBool::new(false),
-            unreleased: Mutex::new(Vec::new()),
-            closed: AtomicBool::new(false),
-            over: AtomicBool::new(false),
-        });
+        let shared = Arc::new(Shared::new(config.queue_capacity).map_err(os("eventfd"))?);
         let layouts = config.side.groups.clone();
         let started = thread::start(config, Arc::clone(&shared))?;
         Ok(Self {
             shared,
-            table: Mutex::new(Table::default()),
+            table: Table::new(),
             thread: Mutex::new(Some(started.handle)),
             address: started.address,
             transports: started.fabrics,
@@ -152,7 +70,7 @@ impl Agent {
         if self.forks != forks() {
             return Err(CallError::Forked);
         }
-        if self.shared.closed.load(Ordering::Relaxed) {
+        if self.shared.orders.is_closed() {
             return Err(CallError::Closed);
         }
         Room::new(room).ok_or_else(|| {
@@ -186,27 +104,12 @@ impl Agent {
 
     /// A new entry for a room that this call begins.
     fn begin(&self, room: u64, expected: bool) -> Result<Arc<RoomShared>, CallError> {
-        let mut table = lock(&self.table);
-        match table.rooms.get(&room) {
-            Some(old) => Err(ended_or(old, room, CallError::RoomInUse(room))),
-            None => {
-                let shared = Arc::new(RoomShared::new(expected));
-                table.rooms.insert(room, Arc::clone(&shared));
-                Ok(shared)
-            }
-        }
+        self.table.begin(room, expected).map_err(|old| ended_or(&old, room, CallError::RoomInUse(room)))
     }
 
     fn submit(&self, order: Order) -> Result<(), CallError> {
-        self.shared
-            .orders
-            .submit(order)
-            .map_err(|_| CallError::QueueFull { capacity: self.shared.orders.capacity() })?;
-        // The thread may have looked for the last time before the order was there: then nobody else answers it.
-        if self.shared.over.load(Ordering::SeqCst) {
-            self.shared.end_orders();
-        }
-        Ok(())
+        let capacity = self.shared.orders.capacity();
+        self.shared.submit(order, || now().0).map_err(|_| CallError::QueueFull { capacity })
     }
 
     /// Grants pages to the prefill ranks of a source, for one room.
@@ -229,9 +132,8 @@ impl Agent {
             bootstrap_timeout: order.bootstrap_timeout,
             waiting_timeout: order.timeout,
         };
-        self.submit(Order::Expect(Box::new(expect), shared)).inspect_err(|_| {
-            lock(&self.table).rooms.remove(&order.room);
-        })
+        self.submit(Order::Expect(Box::new(expect), Arc::clone(&shared)))
+            .inspect_err(|_| self.table.refused(order.room, &shared))
     }
 
     /// Bootstraps a room on the prefill side before there is anything to push.
@@ -246,9 +148,8 @@ impl Agent {
     ) -> Result<(), CallError> {
         let number = self.check(room)?;
         let shared = self.begin(room, false)?;
-        self.submit(Order::Open(number, bootstrap, timeout, shared)).inspect_err(|_| {
-            lock(&self.table).rooms.remove(&room);
-        })
+        self.submit(Order::Open(number, bootstrap, timeout, Arc::clone(&shared)))
+            .inspect_err(|_| self.table.refused(room, &shared))
     }
 
     /// Orders some of a room's pages to be delivered. Returns the push's number.
@@ -272,31 +173,18 @@ impl Agent {
                 "meta goes with the last push of a room (last=True)".to_owned(),
             ));
         }
-        let (shared, new) = {
-            let mut table = lock(&self.table);
-            match table.rooms.get(&order.room) {
-                Some(old) => {
-                    if let Some(end) = old.end() {
-                        return Err(failed_or(end, order.room, CallError::RoomInUse(order.room)));
-                    }
-                    if old.expected {
-                        return Err(CallError::RoomInUse(order.room));
-                    }
-                    (Arc::clone(old), false)
-                }
-                None => {
-                    let shared = Arc::new(RoomShared::new(false));
-                    table.rooms.insert(order.room, Arc::clone(&shared));
-                    (shared, true)
-                }
-            }
-        };
+        let shared = self.table.join(order.room, |old| match old.end() {
+            Some(end) => Err(failed_or(end, order.room, CallError::RoomInUse(order.room))),
+            None if old.expected => Err(CallError::RoomInUse(order.room)),
+            None => Ok(()),
+        })?;
         if shared.last_ordered.load(Ordering::Relaxed) {
             let text = format!(
                 "room {}: push {} was the last one (last=True)",
                 order.room,
                 shared.last_push.load(Ordering::Relaxed)
             );
+            self.table.refused(order.room, &shared);
             return Err(CallError::BadArgument(text));
         }
         let id = PushId(self.next_push.fetch_add(1, Ordering::Relaxed));
@@ -314,14 +202,8 @@ impl Agent {
             bootstrap_timeout: order.bootstrap_timeout,
             waiting_timeout: order.timeout,
         };
-        if let Err(e) = self.submit(Order::Push(Box::new(push), Arc::clone(&shared), order.ready)) {
-            let mut table = lock(&self.table);
-            // Another push may have found the entry meanwhile, and its order gone through.
-            if new && Arc::strong_count(&shared) == 2 {
-                table.rooms.remove(&order.room);
-            }
-            return Err(e);
-        }
+        self.submit(Order::Push(Box::new(push), Arc::clone(&shared), order.ready))
+            .inspect_err(|_| self.table.refused(order.room, &shared))?;
         if last {
             shared.last_push.store(id.0, Ordering::Relaxed);
             shared.last_ordered.store(true, Ordering::Relaxed);
@@ -353,7 +235,7 @@ impl Agent {
     }
 
     fn known(&self, room: u64) -> Result<Arc<RoomShared>, CallError> {
-        lock(&self.table).rooms.get(&room).cloned().ok_or(CallError::UnknownRoom(room))
+        self.table.get(room).ok_or(CallError::UnknownRoom(room))
     }
 
     /// Hands over everything that happened since the last call.
@@ -361,32 +243,16 @@ impl Agent {
         self.shared.events.drain(|event| {
             let gone = event.released && !matches!(event.kind, EventKind::Retracted(_));
             if gone {
-                self.forget(&event);
+                self.table.over(&event);
             }
             f(event);
         });
     }
 
-    /// A room is over and its caller knows: a good one is forgotten, a bad one is kept for a while.
-    fn forget(&self, event: &AgentEvent) {
-        let mut table = lock(&self.table);
-        let room = event.room.get();
-        if matches!(event.kind, EventKind::Success) {
-            table.rooms.remove(&room);
-            return;
-        }
-        table.ended.push_back(room);
-        while table.ended.len() > ENDED_ROOMS {
-            if let Some(old) = table.ended.pop_front() {
-                table.rooms.remove(&old);
-            }
-        }
-    }
-
     /// Where a room stands, or nothing if it is unknown (or over and polled).
     #[must_use]
     pub fn state(&self, room: u64) -> Option<Stage> {
-        lock(&self.table).rooms.get(&room).map(|r| r.stage())
+        self.table.get(room).map(|r| r.stage())
     }
 
     /// Sleeps until the room has ended; takes nothing away from `poll`.
@@ -398,10 +264,15 @@ impl Agent {
             return Err(CallError::Forked.into());
         }
         let shared = self.known(room)?;
-        shared.wait(timeout).cloned().ok_or_else(|| WaitError::Timeout {
-            room,
-            seconds: timeout.map_or(0.0, |t| t.as_secs_f64()),
-            stage: stage_name(shared.stage()),
+        shared.wait(timeout).cloned().ok_or_else(|| {
+            if shared.is_withdrawn() {
+                return CallError::UnknownRoom(room).into();
+            }
+            WaitError::Timeout {
+                room,
+                seconds: timeout.map_or(0.0, |t| t.as_secs_f64()),
+                stage: stage_name(shared.stage()),
+            }
         })
     }
 
@@ -427,8 +298,7 @@ impl Agent {
     pub fn new_waiter(&self) -> Result<Waiter, StartError> {
         let signal =
             Arc::new(Signal::new().map_err(|e| StartError::Os { call: "eventfd", why: e.to_string() })?);
-        lock(&self.shared.waiters).push(Arc::clone(&signal));
-        self.shared.has_waiters.store(true, Ordering::SeqCst);
+        self.shared.waiters.add(Arc::clone(&signal));
         Ok(Waiter { signal, shared: Arc::clone(&self.shared) })
     }
 
@@ -437,6 +307,8 @@ impl Agent {
     pub fn stats(&self) -> Stats {
         let mut stats = self.shared.stats.get();
         stats.queue_depth = self.shared.orders.len() as u64;
+        stats.queued_events = self.shared.events.len() as u64;
+        stats.known_rooms = self.table.len() as u64;
         stats
     }
 
@@ -459,11 +331,7 @@ impl Agent {
         let mut thread = lock(&self.thread);
         if let Some(handle) = thread.take() {
             self.shared.stats.set_close_deadline(timeout);
-            self.shared.closed.store(true, Ordering::SeqCst);
-            // The flag alone suffices; the order only wakes the thread.
-            if self.shared.orders.submit(Order::Close).is_err() {
-                self.shared.orders.signal.raise();
-            }
+            self.shared.orders.close();
             let _ = handle.join();
         }
         drop(thread);

@@ -6,13 +6,15 @@ mod peers;
 mod sums;
 
 use crate::address::{DEFAULT_PORT, HostPort};
-use crate::agent::Shared;
 use crate::carriers::{Carriers, Which};
+use crate::clock::now;
 use crate::config::{AgentConfig, StartError};
 use crate::control::{ConnId, Control, ControlEvent, TOKEN_FABRIC, WatchId};
+use crate::primitive::lock;
 use crate::queue::Order;
 use crate::rooms::RoomShared;
 use crate::sched::Scheduler;
+use crate::shared::Shared;
 use crate::stats::Stats;
 use directory::Directory;
 use kvxfer_fabric::{Completion, LocalMemory, Piece, ReadySignal};
@@ -24,7 +26,6 @@ use peers::PeerIo;
 use rustix::fd::AsFd;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Orders taken in one turn.
@@ -106,13 +107,6 @@ enum Retry {
     Connect(PeerKey),
     Resolve(kvxfer_proto::node::Source),
     Register,
-}
-
-/// Microseconds of `CLOCK_MONOTONIC`: one clock for every process of a host.
-pub(crate) fn now() -> Time {
-    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    let us = i128::from(t.tv_sec) * 1_000_000 + i128::from(t.tv_nsec) / 1000;
-    Time(u64::try_from(us).unwrap_or(0))
 }
 
 fn random() -> Result<u64, StartError> {
@@ -302,15 +296,15 @@ impl Driver {
             // Not every transport has an event for the end of a send (UCX's shared memory has none), nor has a GPU's.
             wait = Some(wait.map_or(IN_FLIGHT_NAP, |w| w.min(IN_FLIGHT_NAP)));
         }
-        // Before the look at the queue: an order that comes after it raises the signal anew.
-        self.shared.orders.signal.clear();
-        if !self.carriers.arm() || !self.shared.orders.about_to_sleep() {
+        if !self.carriers.arm() {
             return;
         }
-        self.stats.sleeps += 1;
         let mut events = std::mem::take(&mut self.control_events);
-        self.control.turn(wait, &mut events);
-        self.shared.orders.awake();
+        let control = &mut self.control;
+        let slept = self.shared.orders.sleep(self.closing.is_some(), || {
+            control.turn(wait, &mut events);
+        });
+        self.stats.sleeps += u64::from(slept);
         let now = self::now();
         for event in events.drain(..) {
             self.control_event(now, event);
@@ -334,8 +328,16 @@ impl Driver {
                     self.node.handle_open(now, room, bootstrap, waiting);
                 }
                 Order::Push(push, shared, ready) => {
-                    // A room that is over here keeps no entry: its caller has had its events.
-                    if shared.end().is_none() && self.rooms.insert(push.room, shared).is_none() {
+                    if self.rooms.contains_key(&push.room) {
+                        // Its end may have come in this very turn.
+                        self.carry_out(now);
+                    }
+                    // A room that is over here was over before this push: its caller has had, or will have, the one
+                    // terminal event that covers these pages too. To the state machine it would be a new room.
+                    if shared.end().is_some() {
+                        continue;
+                    }
+                    if self.rooms.insert(push.room, shared).is_none() {
                         self.node.handle_anew(push.room);
                     }
                     if let Some(signal) = ready {
@@ -344,8 +346,9 @@ impl Driver {
                     self.node.handle_push(now, *push);
                 }
                 Order::Retract(room, push) => self.node.handle_retract(now, room, push),
-                // A room that is over here was over before this: it leaves no tombstone that its number's next life would meet.
-                Order::Cancel(room) if !self.rooms.contains_key(&room) => {}
+                // A room that is over here was over before this: it leaves no tombstone that its
+                // number's next life would meet.
+                Order::Cancel(room) if !self.node.is_live(room) => {}
                 Order::Cancel(room) => {
                     let reason = Reason::new(
                         ReasonKind::Cancelled,
@@ -354,7 +357,6 @@ impl Driver {
                     self.node.handle_cancel(now, room, reason);
                 }
                 Order::Evict(name) => self.evict(now, &name),
-                Order::Close => {}
             }
         }
         any
@@ -415,10 +417,28 @@ impl Driver {
         posted
     }
 
+    /// What the tables hold that live and die with rooms, deliveries and connections.
+    fn entries(&self) -> usize {
+        self.rooms.len()
+            + self.signals.len()
+            + self.first_write.len()
+            + self.sched.len()
+            + self.tickets.len()
+            + self.fences.len()
+            + self.failures.len()
+            + self.sessions.len()
+            + self.refused_sessions.len()
+            + self.watches.len()
+            + self.handshakes.len()
+            + self.retries.len()
+            + self.attempts.len()
+    }
+
     fn publish_stats(&mut self, now: Time) {
         self.stats_at = now;
         self.stats.counters = self.node.counters();
         self.stats.gauges = self.node.gauges();
+        self.stats.driver_entries = self.entries() as u64;
         self.stats.data_syscalls = self.carriers.data_syscalls();
         self.stats.connections = self.control.len() as u64;
         self.stats.frames_sent = self.control.frames_sent;
@@ -429,7 +449,7 @@ impl Driver {
 
     /// Closing: cancel all, wait for drains and fences while the caller wants to, report what is left.
     fn is_over(&mut self, now: Time) -> bool {
-        if !self.shared.closed.load(Ordering::Relaxed) {
+        if !self.shared.orders.is_closed() {
             return false;
         }
         let Some(deadline) = self.closing else {
@@ -444,7 +464,7 @@ impl Driver {
         self.carry_out(now);
         self.end_sessions();
         let left = self.node.unreleased();
-        *self.shared.unreleased.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = left;
+        *lock(&self.shared.unreleased) = left;
         self.fail_waiting_rooms(now, &Reason::new(ReasonKind::Closed, "the agent was closed"));
         self.publish_stats(now);
         true
@@ -461,8 +481,7 @@ impl Driver {
     pub(crate) fn died(&mut self) {
         let reason =
             Reason::new(ReasonKind::Internal, "the transfer thread panicked: a bug; close this agent");
-        *self.shared.unreleased.lock().unwrap_or_else(std::sync::PoisonError::into_inner) =
-            self.node.unreleased();
+        *lock(&self.shared.unreleased) = self.node.unreleased();
         self.fail_waiting_rooms(now(), &reason);
     }
 

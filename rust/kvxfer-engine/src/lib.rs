@@ -5,26 +5,53 @@
 //! queue and return: they never block, do I/O, or take a lock that the transfer thread holds while it works.
 //! Everything else happens on the transfer thread, which drives [`kvxfer_proto::node::Node`].
 #![deny(unsafe_code)]
+// The model has only what several threads share; what uses it is not there to be modelled.
+#![cfg_attr(loom, allow(dead_code))]
 
+#[cfg(not(loom))]
 mod address;
+#[cfg(not(loom))]
 mod agent;
+#[cfg(not(loom))]
 mod carriers;
+#[cfg(not(loom))]
+mod clock;
+#[cfg(not(loom))]
 mod config;
+#[cfg(not(loom))]
 mod control;
+#[cfg(not(loom))]
 mod driver;
+#[cfg(not(loom))]
 mod order;
+mod primitive;
 mod queue;
 mod rooms;
+#[cfg(not(loom))]
 mod sched;
+mod shared;
 mod stats;
+mod table;
+#[cfg(not(loom))]
 mod thread;
+#[cfg(not(loom))]
 mod waiter;
 
+#[cfg(test)]
+#[cfg(loom)]
+mod loom_tests;
+
+#[cfg(not(loom))]
 pub use address::{DEFAULT_PORT, HostPort};
+#[cfg(not(loom))]
 pub use agent::{Agent, new_room, stage_name};
+#[cfg(not(loom))]
 pub use config::{AgentConfig, FabricChoice, StartError};
+#[cfg(not(loom))]
 pub use kvxfer_proto::wire::MAX_META_BYTES;
+#[cfg(not(loom))]
 pub use order::{CallError, ExpectOrder, PushOrder, WaitError};
 pub use rooms::{AgentEvent, after_fork_in_child};
 pub use stats::Stats;
+#[cfg(not(loom))]
 pub use waiter::Waiter;

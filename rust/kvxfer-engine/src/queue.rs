@@ -3,15 +3,12 @@
 //! Both queues are crossbeam's. What is ours is the waking: a caller writes to the thread's descriptor only when
 //! the thread sleeps, and the thread writes to the caller's only when it is not readable already.
 
+use crate::primitive::{ArrayQueue, AtomicBool, AtomicU8, Fault, Ordering, SegQueue, Signal, broken, fence};
 use crate::rooms::{AgentEvent, RoomShared};
-use crossbeam_queue::{ArrayQueue, SegQueue};
 use kvxfer_fabric::ReadySignal;
 use kvxfer_proto::node::{Expect, Push};
 use kvxfer_proto::{PushId, Room};
-use rustix::event::EventfdFlags;
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Duration;
 
 /// What a caller wants of the transfer thread.
@@ -23,33 +20,6 @@ pub(crate) enum Order {
     Retract(Room, PushId),
     Cancel(Room),
     Evict(String),
-    Close,
-}
-
-/// A descriptor that can be made readable.
-#[derive(Debug)]
-pub(crate) struct Signal(OwnedFd);
-
-impl Signal {
-    pub(crate) fn new() -> rustix::io::Result<Self> {
-        rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(Self)
-    }
-
-    pub(crate) fn raise(&self) {
-        // The only failure is a counter that is full: then it is readable.
-        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
-    }
-
-    pub(crate) fn clear(&self) {
-        let mut buf = [0u8; 8];
-        let _ = rustix::io::read(&self.0, &mut buf);
-    }
-}
-
-impl AsFd for Signal {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
-    }
 }
 
 /// Orders, bounded.
@@ -57,6 +27,8 @@ impl AsFd for Signal {
 pub(crate) struct Orders {
     queue: ArrayQueue<Order>,
     sleeping: AtomicBool,
+    /// No further order is wanted. Beside the queue, because closing must not need a place in it.
+    closed: AtomicBool,
     pub(crate) signal: Signal,
 }
 
@@ -65,6 +37,7 @@ impl Orders {
         Ok(Self {
             queue: ArrayQueue::new(capacity.max(1)),
             sleeping: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
             signal: Signal::new()?,
         })
     }
@@ -72,12 +45,36 @@ impl Orders {
     /// Queues an order and wakes the thread if it sleeps; gives the order back if the queue is full.
     pub(crate) fn submit(&self, order: Order) -> Result<(), Order> {
         self.queue.push(order)?;
-        // Pairs with the fence in `about_to_sleep`: either the thread sees the order, or we see that it sleeps.
-        fence(Ordering::SeqCst);
-        if self.sleeping.load(Ordering::Relaxed) && self.sleeping.swap(false, Ordering::AcqRel) {
+        self.wake();
+        Ok(())
+    }
+
+    /// Tells the thread that the agent is closed.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        if !broken(Fault::CloseWithoutWake) {
+            self.wake();
+        }
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    fn wake(&self) {
+        if broken(Fault::SubmitWithoutWake) {
+            return;
+        }
+        // Pairs with the fence in `sleep`: either the thread sees what we did, or we see that it sleeps.
+        if !broken(Fault::SubmitWithoutFence) {
+            fence(Ordering::SeqCst);
+        }
+        // Of several callers one raises the signal. The others must not write here: the thread may sleep again already.
+        if self.sleeping.load(Ordering::Relaxed)
+            && self.sleeping.compare_exchange(true, false, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        {
             self.signal.raise();
         }
-        Ok(())
     }
 
     pub(crate) fn take(&self) -> Option<Order> {
@@ -92,62 +89,157 @@ impl Orders {
         self.queue.capacity()
     }
 
-    /// Called by the thread before it sleeps; `false` means that there is an order: do not sleep.
-    pub(crate) fn about_to_sleep(&self) -> bool {
+    /// Called by the thread: sleeps in `sleep`, which the signal ends, unless there is an order, or a close of which it
+    /// does not know yet (`!closing`). Returns whether it slept.
+    pub(crate) fn sleep(&self, closing: bool, sleep: impl FnOnce()) -> bool {
+        // Before the look: what comes after the look raises the signal anew.
+        if !broken(Fault::ClearAfterLook) {
+            self.signal.clear();
+        }
         self.sleeping.store(true, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
-        if self.queue.is_empty() {
-            return true;
+        if !broken(Fault::SleepWithoutFence) {
+            fence(Ordering::SeqCst);
+        }
+        let called = !self.queue.is_empty() && !broken(Fault::SleepWithoutLook);
+        let closed = !closing && self.is_closed() && !broken(Fault::SleepWithoutLookForClose);
+        if broken(Fault::ClearAfterLook) {
+            self.signal.clear();
+        }
+        let slept = !called && !closed;
+        if slept {
+            sleep();
         }
         self.sleeping.store(false, Ordering::Relaxed);
-        false
-    }
-
-    pub(crate) fn awake(&self) {
-        self.sleeping.store(false, Ordering::Relaxed);
+        slept
     }
 }
 
-/// Events, for `poll`.
+// Where the descriptor of the events stands. Its system calls take time, and whoever is woken by one of them may run before
+// whoever made it: so each step says what is under way, and who finds it can go on from there.
+
+/// Not readable.
+const DOWN: u8 = 0;
+/// A push makes it readable, or clears up after itself.
+const RAISING: u8 = 1;
+/// Readable.
+const UP: u8 = 2;
+/// It is being cleared, and nobody else touches it.
+const CLEARING: u8 = 3;
+/// A poll clears it although the push that raises it is not over.
+const STOLEN: u8 = 4;
+/// That poll is done; the push has to clear up after itself.
+const HANDED_BACK: u8 = 5;
+/// The push is done; that poll has to clear up.
+const LEFT_BEHIND: u8 = 6;
+
+/// Events, for `poll`. Several threads may push and several may poll.
 #[derive(Debug)]
 pub(crate) struct Events {
     queue: SegQueue<AgentEvent>,
-    raised: AtomicBool,
+    state: AtomicU8,
     pub(crate) signal: Signal,
 }
 
 impl Events {
     pub(crate) fn new() -> rustix::io::Result<Self> {
-        Ok(Self { queue: SegQueue::new(), raised: AtomicBool::new(false), signal: Signal::new()? })
+        Ok(Self { queue: SegQueue::new(), state: AtomicU8::new(DOWN), signal: Signal::new()? })
     }
 
     pub(crate) fn push(&self, event: AgentEvent) {
         self.queue.push(event);
-        if !self.raised.swap(true, Ordering::SeqCst) {
+        loop {
+            // Pairs with the fence in `drain`: either a poll that is under way takes the event, or we see what it left.
+            fence(Ordering::SeqCst);
+            if broken(Fault::ReadableTooEarly) {
+                if self.step(DOWN, UP) {
+                    self.signal.raise();
+                }
+                return;
+            }
+            // In every other state the descriptor is readable for our event too, or whoever changes the state next looks
+            // at the queue after that.
+            if !self.step(DOWN, RAISING) {
+                return;
+            }
             self.signal.raise();
+            if broken(Fault::RaiserIgnoresPoll) {
+                self.state.store(UP, Ordering::Release);
+                return;
+            }
+            let mut readable = true;
+            while !self.step(RAISING, if readable { UP } else { DOWN }) {
+                if self.step(STOLEN, LEFT_BEHIND) {
+                    return;
+                }
+                if self.step(HANDED_BACK, RAISING) {
+                    self.signal.clear();
+                    readable = false;
+                }
+            }
+            if readable {
+                return;
+            }
+            fence(Ordering::SeqCst);
+            if self.queue.is_empty() {
+                return;
+            }
         }
     }
 
-    /// Takes everything; the descriptor is readable again only for what comes after.
+    fn step(&self, from: u8, to: u8) -> bool {
+        self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Takes everything; the descriptor is readable again only for what comes after. It may be so once for an event that
+    /// this poll has taken; the next one finds nothing and clears it.
     pub(crate) fn drain(&self, mut f: impl FnMut(AgentEvent)) {
-        if self.queue.is_empty() && !self.raised.load(Ordering::Relaxed) {
+        if self.state.load(Ordering::Relaxed) == DOWN && self.queue.is_empty() {
             return;
         }
-        if self.raised.load(Ordering::SeqCst) {
-            // In this order: an event that comes between the two lines is taken below, one that comes after them
-            // raises the signal anew.
-            self.signal.clear();
-            self.raised.store(false, Ordering::SeqCst);
+        if broken(Fault::ClearAfterTaking) {
+            while let Some(event) = self.queue.pop() {
+                f(event);
+            }
+            self.lower();
+            return;
         }
+        self.lower();
+        fence(Ordering::SeqCst);
         while let Some(event) = self.queue.pop() {
             f(event);
+        }
+    }
+
+    /// Makes the descriptor unreadable. Before events are taken: one that comes between is taken too, and one that comes
+    /// later makes it readable again.
+    fn lower(&self) {
+        if self.step(UP, CLEARING) {
+            if broken(Fault::UnreadableTooEarly) {
+                self.state.store(DOWN, Ordering::Release);
+            }
+            self.signal.clear();
+            self.state.store(DOWN, Ordering::Release);
+        } else if self.step(RAISING, STOLEN) || self.step(HANDED_BACK, STOLEN) {
+            // The system call has woken us before it returned to the push. To leave the descriptor as it is would have our
+            // caller's event loop spin until that goes on.
+            self.signal.clear();
+            if !self.step(STOLEN, HANDED_BACK) {
+                self.signal.clear();
+                self.state.store(DOWN, Ordering::Release);
+            }
         }
     }
 }
 
 #[cfg(test)]
+#[cfg(not(loom))]
 mod tests {
     use super::*;
+    use rustix::fd::{AsFd as _, BorrowedFd};
 
     fn readable(fd: BorrowedFd<'_>) -> bool {
         let mut fds = [rustix::event::PollFd::from_borrowed_fd(fd, rustix::event::PollFlags::IN)];
@@ -161,22 +253,59 @@ mod tests {
         let room = Room::new(1).unwrap();
         orders.submit(Order::Cancel(room)).unwrap();
         orders.submit(Order::Cancel(room)).unwrap();
-        assert!(matches!(orders.submit(Order::Close), Err(Order::Close)));
+        let evict = || Order::Evict("decode-0".to_owned());
+        assert!(matches!(orders.submit(evict()), Err(Order::Evict(_))));
         assert!(matches!(orders.take(), Some(Order::Cancel(_))));
-        orders.submit(Order::Close).unwrap();
+        orders.submit(evict()).unwrap();
         assert_eq!(orders.len(), 2);
     }
 
     #[test]
     fn a_sleeping_thread_is_woken_once() {
         let orders = Orders::new(8).unwrap();
-        orders.submit(Order::Close).unwrap();
-        assert!(!orders.about_to_sleep(), "there is work");
+        let order = || Order::Cancel(Room::new(1).unwrap());
+        orders.submit(order()).unwrap();
+        assert!(!orders.sleep(false, || panic!("there is work")));
         orders.take();
-        assert!(orders.about_to_sleep());
-        assert!(!readable(orders.signal.as_fd()));
-        orders.submit(Order::Close).unwrap();
-        assert!(readable(orders.signal.as_fd()));
+        let slept = orders.sleep(false, || {
+            assert!(!readable(orders.signal.as_fd()));
+            orders.submit(order()).unwrap();
+            assert!(readable(orders.signal.as_fd()));
+            orders.signal.clear();
+            orders.submit(order()).unwrap();
+            assert!(!readable(orders.signal.as_fd()), "it is awake already");
+        });
+        assert!(slept);
+    }
+
+    #[test]
+    fn closing_wakes_the_thread_also_when_the_queue_is_full() {
+        let orders = Orders::new(1).unwrap();
+        assert!(orders.sleep(false, || {
+            orders.close();
+            assert!(readable(orders.signal.as_fd()));
+        }));
+        assert!(!orders.sleep(false, || panic!("the thread does not know yet")));
+        assert!(orders.sleep(true, || {}));
+        orders.submit(Order::Cancel(Room::new(1).unwrap())).unwrap();
+        orders.close();
+        assert!(orders.is_closed());
+    }
+
+    #[test]
+    fn the_descriptor_is_down_once_nothing_is_left() {
+        let events = Events::new().unwrap();
+        let mut taken = 0;
+        events.drain(|_| taken += 1);
+        for n in 0..3 {
+            events.push(AgentEvent::released(Room::new(n).unwrap()));
+        }
+        assert!(readable(events.signal.as_fd()));
+        events.drain(|_| taken += 1);
+        assert_eq!(taken, 3);
+        assert!(!readable(events.signal.as_fd()));
+        events.push(AgentEvent::released(Room::new(9).unwrap()));
+        assert!(readable(events.signal.as_fd()));
     }
 
     /// One thread pushes, one drains and waits on the descriptor: every event is seen.

@@ -1,9 +1,12 @@
 //! What callers can see of a room without asking the transfer thread.
 
+use crate::primitive::{
+    AtomicBool, AtomicU8, AtomicU64, Condvar, Fault, Mutex, OnceLock, Ordering, broken, lock,
+};
 use kvxfer_proto::node::{EventKind, RoomStats, Stage};
 use kvxfer_proto::{Reason, Room};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 /// An event as `poll` gives it.
@@ -59,7 +62,7 @@ pub(crate) struct RoomShared {
     stage: AtomicU8,
     /// The terminal event.
     end: OnceLock<AgentEvent>,
-    /// The terminal event is in the queue.
+    /// The terminal event is in the queue, or there will be none: the room's only order was refused.
     published: AtomicBool,
     /// A push with `last` was ordered.
     pub(crate) last_ordered: AtomicBool,
@@ -67,7 +70,8 @@ pub(crate) struct RoomShared {
     pub(crate) last_push: AtomicU64,
     /// `expect` began it.
     pub(crate) expected: bool,
-    gate: Mutex<()>,
+    /// How many sleep until the end.
+    gate: Mutex<usize>,
     ended: Condvar,
 }
 
@@ -80,7 +84,7 @@ impl RoomShared {
             published: AtomicBool::new(false),
             last_ordered: AtomicBool::new(false),
             last_push: AtomicU64::new(0),
-            gate: Mutex::new(()),
+            gate: Mutex::new(0),
             ended: Condvar::new(),
         }
     }
@@ -112,9 +116,26 @@ impl RoomShared {
     /// Wakes whoever waits for the end. Called once the event is in the queue, so that they find it there.
     pub(crate) fn publish(&self) {
         self.published.store(true, Ordering::Release);
+        if broken(Fault::PublishWithoutLock) {
+            self.ended.notify_all();
+            return;
+        }
         // Waiters hold this lock only between their look and their sleep.
-        drop(self.gate.lock().unwrap_or_else(PoisonError::into_inner));
-        self.ended.notify_all();
+        let sleepers = *lock(&self.gate);
+        // Almost never are there any, and to wake nobody is a system call too.
+        if sleepers > 0 {
+            self.ended.notify_all();
+        }
+    }
+
+    /// The room's only order was refused: nothing will come of it. Whoever waits already wakes, and gets nothing.
+    pub(crate) fn withdraw(&self) {
+        self.publish();
+    }
+
+    /// Whether nothing will come of it.
+    pub(crate) fn is_withdrawn(&self) -> bool {
+        self.published.load(Ordering::Acquire) && self.end.get().is_none()
     }
 
     pub(crate) fn end(&self) -> Option<&AgentEvent> {
@@ -129,21 +150,25 @@ impl RoomShared {
     /// Sleeps until the room has ended or the time is up.
     pub(crate) fn wait(&self, timeout: Option<Duration>) -> Option<&AgentEvent> {
         let until = timeout.map(|t| Instant::now() + t.min(Duration::from_secs(365 * 24 * 3600)));
-        let mut gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut gate = lock(&self.gate);
+        *gate += 1;
         while !self.published.load(Ordering::Acquire) {
             gate = match until {
                 None => self.ended.wait(gate).unwrap_or_else(PoisonError::into_inner),
                 Some(until) => {
-                    let left = until.checked_duration_since(Instant::now())?;
+                    let Some(left) = until.checked_duration_since(Instant::now()) else { break };
                     self.ended.wait_timeout(gate, left).unwrap_or_else(PoisonError::into_inner).0
                 }
             };
         }
-        self.end.get()
+        *gate -= 1;
+        drop(gate);
+        self.published()
     }
 }
 
-static FORKS: AtomicU64 = AtomicU64::new(0);
+// Not one of `primitive`: it is no part of any protocol, and has to be there before anything else.
+static FORKS: AtomicUsize = AtomicUsize::new(0);
 
 /// Tells this crate that it runs in a forked child: agents of the parent answer with an error from now on.
 pub fn after_fork_in_child() {
@@ -151,6 +176,6 @@ pub fn after_fork_in_child() {
 }
 
 /// How many forks this process descends from, counted since the crate was loaded.
-pub(crate) fn forks() -> u64 {
+pub(crate) fn forks() -> usize {
     FORKS.load(Ordering::Relaxed)
 }

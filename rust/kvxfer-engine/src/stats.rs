@@ -14,6 +14,12 @@ pub struct Stats {
     pub gauges: Gauges,
     /// Orders that wait for the thread.
     pub queue_depth: u64,
+    /// Rooms that calls can name: under way, or over and not yet forgotten.
+    pub known_rooms: u64,
+    /// Events that nobody has polled.
+    pub queued_events: u64,
+    /// Entries of the transfer thread's own tables: rooms, flows, tickets, sessions, watches, retries.
+    pub driver_entries: u64,
     /// Bytes that this agent moved.
     pub moved_bytes: u64,
     /// Bytes that this agent summed for checksums.

@@ -1,8 +1,8 @@
 //! Starting the transfer thread, and its loop.
 
-use crate::agent::Shared;
 use crate::config::{AgentConfig, StartError};
 use crate::driver::Driver;
+use crate::shared::Shared;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
@@ -31,7 +31,7 @@ pub(crate) fn start(config: AgentConfig, shared: Arc<Shared>) -> Result<Started,
                     // Callers must learn of it: nobody would answer them.
                     let _ = catch_unwind(AssertUnwindSafe(|| driver.died()));
                 }
-                all.end_orders();
+                all.end_orders(crate::clock::now().0);
             }
             Err(e) => {
                 let _ = tell.send(Err(e));

@@ -1,10 +1,9 @@
 //! Descriptors for event loops.
 
-use crate::agent::{Shared, lock};
-use crate::queue::Signal;
+use crate::primitive::Signal;
+use crate::shared::Shared;
 use rustix::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// A descriptor for an event loop, see [`crate::Agent::new_waiter`].
 #[derive(Debug)]
@@ -28,8 +27,6 @@ impl Waiter {
 
 impl Drop for Waiter {
     fn drop(&mut self) {
-        let mut waiters = lock(&self.shared.waiters);
-        waiters.retain(|w| !Arc::ptr_eq(w, &self.signal));
-        self.shared.has_waiters.store(!waiters.is_empty(), Ordering::SeqCst);
+        self.shared.waiters.remove(&self.signal);
     }
 }

@@ -76,6 +76,12 @@ impl Link {
         self.outbox.iter().all(Option::is_none)
     }
 
+    /// How many messages wait to be sent or acknowledged.
+    #[must_use]
+    pub fn unacknowledged(&self) -> usize {
+        self.outbox.len()
+    }
+
     /// Queues a message and returns its number.
     ///
     /// # Errors

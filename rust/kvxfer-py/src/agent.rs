@@ -370,7 +370,9 @@ impl Agent {
     /// Counters: `succeeded`, `failed`, `cancelled`, `timed_out` (rooms), `stale_refused`, `protocol_errors`,
     /// `fences`, `sessions`, `moved_bytes`, `summed_bytes`, `writes`, `data_syscalls`, `slices`, `sleeps`, `frames_sent`,
     /// `frames_received`, `bad_connections`. Gauges: `inbound`, `outbound` (rooms), `granted_pages`,
-    /// `quarantined_pages`, `peers`, `tombstones`, `deliveries`, `queue_depth`, `connections`.
+    /// `quarantined_pages`, `peers`, `tombstones` (ended rooms that are remembered), `deliveries`, `queue_depth`,
+    /// `queued_events` (not polled yet), `known_rooms` (that calls can name), `unacknowledged` (control
+    /// messages), `timers`, `driver_entries` (of the transfer thread's own tables), `connections`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.inner.check(py)?;
         let s = self.inner.engine.stats();
@@ -401,6 +403,11 @@ impl Agent {
             ("tombstones", s.gauges.tombstones),
             ("deliveries", s.gauges.deliveries),
             ("queue_depth", s.queue_depth),
+            ("timers", s.gauges.timers),
+            ("unacknowledged", s.gauges.unacknowledged),
+            ("known_rooms", s.known_rooms),
+            ("queued_events", s.queued_events),
+            ("driver_entries", s.driver_entries),
             ("connections", s.connections),
         ] {
             out.set_item(name, value)?;

@@ -181,7 +181,7 @@ impl Control {
             match event.data.u64() {
                 // Not the time at which a sleep began: the handshake's limit counts from here. A listener that stays readable
                 // because no descriptor is left must not keep the thread awake.
-                TOKEN_LISTENER => any |= self.accept(crate::driver::now()),
+                TOKEN_LISTENER => any |= self.accept(crate::clock::now()),
                 TOKEN_NAMES => self.named(),
                 token if token >= TOKEN_WATCH => out.push(ControlEvent::ProcessEnded(WatchId(token))),
                 token if token >= TOKEN_CONN => {

@@ -2,7 +2,7 @@
 
 use super::conn::ConnId;
 use crate::address::HostPort;
-use crate::queue::Signal;
+use crate::primitive::Signal;
 use rustix::fd::{AsFd, BorrowedFd};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::{Arc, Mutex, PoisonError};

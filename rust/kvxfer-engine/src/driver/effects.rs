@@ -12,7 +12,6 @@ use kvxfer_proto::node::{
 };
 use kvxfer_proto::plan::Cursor;
 use kvxfer_proto::{Reason, ReasonKind, Time};
-use std::sync::atomic::Ordering;
 
 impl Driver {
     /// Does everything that the node wants by now. Returns whether there was anything.
@@ -225,25 +224,11 @@ impl Driver {
             at_us: now.0,
             kind: event.kind,
         };
-        let (terminal, over) = (out.is_terminal(), event.released && !retracted);
-        // In this order: whoever polls the event finds the room ended, and whoever wakes from a wait finds the event.
-        let shared = self.rooms.get(&room).filter(|_| terminal);
-        if let Some(shared) = shared {
-            shared.finish(out.clone());
-        }
-        self.shared.events.push(out);
-        if let Some(shared) = shared {
-            shared.publish();
-        }
+        let over = event.released && !retracted;
+        self.shared.tell(out, self.rooms.get(&room).map(|shared| &**shared));
         if over {
             self.rooms.remove(&room);
             self.first_write.remove(&room);
-        }
-        if terminal && self.shared.has_waiters.load(Ordering::SeqCst) {
-            for signal in self.shared.waiters.lock().unwrap_or_else(std::sync::PoisonError::into_inner).iter()
-            {
-                signal.raise();
-            }
         }
     }
 }

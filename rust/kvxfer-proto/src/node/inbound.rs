@@ -144,9 +144,9 @@ impl Node {
         if self.inbound.contains_key(&room) || self.outbound.contains_key(&room) {
             return Err(Reason::new(ReasonKind::RoomInUse, format!("room {room} is in use on this agent")));
         }
-        if let Some(tomb) = self.tombs.get_mut(room) {
-            tomb.told = true;
-            return Err(tomb.reason.clone());
+        if let Some(reason) = self.tombs.get(room).map(|tomb| tomb.reason.clone()) {
+            self.tombs.tell(self.tomb_limits(), room);
+            return Err(reason);
         }
         for (g, (layout, list)) in self.side.groups.iter().zip(&e.pages).enumerate() {
             let size = u64::from(layout.page_tokens);

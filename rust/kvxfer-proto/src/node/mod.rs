@@ -37,7 +37,7 @@ use sources::SourceState;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 use timers::{Timer, Timers};
-use tomb::Tombs;
+use tomb::{Tomb, Tombs};
 
 /// Whose delivery it is.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -202,7 +202,10 @@ impl Node {
             (Direction::TheyGrant, Msg::Cancel(m)) => self.cancel_arrived(now, key, m),
             (Direction::TheyGrant, Msg::Copied(m)) => self.copied_arrived(now, key, m),
             (Direction::TheyGrant, Msg::Finished(m)) => self.finished_arrived(now, key, m)?,
-            (Direction::TheyGrant, Msg::RoomFailed(m)) => self.handle_room_failed(now, m.room, m.reason),
+            (Direction::TheyGrant, Msg::RoomFailed(m)) => {
+                self.handle_room_failed(now, m.room, m.reason);
+                self.heard_of(m.room, key, None);
+            }
             (Direction::TheyGrant | Direction::WeGrant, Msg::Credit(_)) => {}
             (Direction::WeGrant, Msg::Drained(m)) => self.drained_arrived(now, key, m),
             (Direction::WeGrant, Msg::Ready(m)) => self.ready_arrived(now, key, m)?,
@@ -232,9 +235,30 @@ impl Node {
 
     /// The caller begins a room of this number: what it was told of an earlier one says nothing of this one.
     pub fn handle_anew(&mut self, room: Room) {
-        if let Some(tomb) = self.tombs.get_mut(room) {
-            tomb.told = false;
+        self.tombs.untell(room);
+    }
+
+    /// Whether the room is under way here: it has begun and is not over.
+    #[must_use]
+    pub fn is_live(&self, room: Room) -> bool {
+        self.inbound.contains_key(&room) || self.outbound.contains_key(&room)
+    }
+
+    fn tomb_limits(&self) -> tomb::Limits {
+        tomb::Limits { open: self.cfg.tombstones, settled: self.cfg.settled_tombstones }
+    }
+
+    /// Remembers a room that failed.
+    fn bury(&mut self, room: Room, tomb: Tomb) {
+        if self.cfg.flaw != Some(Flaw::NoTombstone) {
+            self.tombs.put(self.tomb_limits(), room, tomb);
         }
+    }
+
+    /// A decode rank has said its word on a room, which may be dead.
+    fn heard_of(&mut self, room: Room, key: PeerKey, ranks: Option<u32>) {
+        let ranks = ranks.or_else(|| self.peers.get(&key).and_then(|p| p.ranks));
+        self.tombs.hear(self.tomb_limits(), room, key, ranks);
     }
 
     /// The caller gives a room up.
@@ -245,14 +269,7 @@ impl Node {
             self.fail_outbound(now, room, reason);
         } else {
             // Nothing is known of it here yet; what comes for it later fails at once.
-            self.bury(room, reason, false);
-        }
-    }
-
-    /// Remembers a room that failed.
-    fn bury(&mut self, room: Room, reason: Reason, told: bool) {
-        if self.cfg.flaw != Some(Flaw::NoTombstone) {
-            self.tombs.put(self.cfg.tombstones, room, reason, told);
+            self.bury(room, Tomb::new(reason, false));
         }
     }
 
@@ -305,6 +322,8 @@ impl Node {
             peers: self.peers.len() as u64,
             tombstones: self.tombs.len() as u64,
             deliveries: self.deliveries.len() as u64,
+            timers: self.timers.len() as u64,
+            unacknowledged: self.peers.values().map(|p| p.link.unacknowledged() as u64).sum(),
         }
     }
 

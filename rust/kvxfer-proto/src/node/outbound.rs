@@ -133,9 +133,11 @@ impl Outbound {
 impl Node {
     pub(super) fn grant_arrived(&mut self, now: Time, key: PeerKey, g: Grant) {
         let room = g.room;
-        let refusal = if let Some(tomb) = self.tombs.get_mut(room) {
+        let dead = self.tombs.get(room).map(|tomb| tomb.reason.clone());
+        self.heard_of(room, key, Some(g.ranks));
+        let refusal = if let Some(reason) = dead {
             self.counters.stale_refused += 1;
-            Some(tomb.reason.clone())
+            Some(reason)
         } else if self.inbound.contains_key(&room) {
             Some(Reason::new(
                 ReasonKind::RoomInUse,

@@ -37,6 +37,8 @@ pub(super) struct Peer {
     /// It said goodbye, or another incarnation took its place: it will not come back.
     gone: bool,
     next_seq: u64,
+    /// Ranks of its engine, once it has said.
+    pub(super) ranks: Option<u32>,
 }
 
 impl Peer {
@@ -131,7 +133,10 @@ impl Node {
     /// A session passed its handshake. From its first frame on, nothing of an older session counts.
     pub fn handle_session_up(&mut self, now: Time, up: SessionUp) {
         let key = up.peer;
-        self.peer_mut(key).name = up.name;
+        let shard = up.side.shard;
+        let peer = self.peer_mut(key);
+        peer.name = up.name;
+        peer.ranks = Some(shard.tp_size.saturating_mul(shard.pp_size));
         self.take_answer(now, key, up.generation);
         let Some(peer) = self.peers.get_mut(&key) else { return };
         let drop = |reason: Reason| Action::DropSession { peer: key, session: up.session, reason };

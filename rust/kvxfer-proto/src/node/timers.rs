@@ -52,9 +52,8 @@ impl Timers {
         Some(timer)
     }
 
-    #[cfg(test)]
-    fn len(&self) -> usize {
-        assert_eq!(self.by_time.len(), self.at.len());
+    pub(super) fn len(&self) -> usize {
+        debug_assert_eq!(self.by_time.len(), self.at.len());
         self.at.len()
     }
 }

@@ -29,10 +29,12 @@ pub struct Config {
     pub quarantine_limit: u64,
     /// Rooms that may wait here, granted and not yet pushed, in all.
     pub early_grants: usize,
-    /// Ended rooms that are remembered.
+    /// Ended rooms that are remembered because a grant or a push for them may still come.
     pub tombstones: usize,
     /// A rule to break on purpose. Never set it where bytes matter.
     pub flaw: Option<Flaw>,
+    /// Ended rooms that are remembered although everybody knows of their end.
+    pub settled_tombstones: usize,
 }
 
 impl Default for Config {
@@ -49,6 +51,7 @@ impl Default for Config {
             early_grants: 65_536,
             tombstones: 65_536,
             flaw: None,
+            settled_tombstones: 1024,
         }
     }
 }
@@ -420,6 +423,10 @@ pub struct Gauges {
     pub tombstones: u64,
     /// Deliveries in the driver's hands.
     pub deliveries: u64,
+    /// Pending timers.
+    pub timers: u64,
+    /// Control messages that wait to be sent or acknowledged.
+    pub unacknowledged: u64,
 }
 
 /// A room whose pages are still not free when the node is asked.

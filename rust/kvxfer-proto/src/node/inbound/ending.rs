@@ -2,7 +2,8 @@
 
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{Room, Time};
-use crate::msg::{Cancel, Drained, Finished, Msg};
+use crate::msg::{Cancel, Drained, Finished, Msg, RoomFailed};
+use crate::node::tomb::Tomb;
 use crate::node::types::{Event, EventKind, Flaw, Mover, Stage};
 use crate::node::{Action, DeliveryFor, Node, PeerKey, Timer};
 
@@ -128,20 +129,27 @@ impl Node {
                 // Either no session ever carried the grant, or only our own thread writes, and it has stopped.
                 g.over = true;
             }
-            orders.push((*key, g.seq));
+            orders.push((*key, g.seq, unheard));
         }
         self.count_failure(&reason);
         self.unresolve_room(room, &source, &reason);
-        for (key, seq) in orders {
+        for (key, seq, unheard) in orders {
             if self.peers.get(&key).is_some_and(|p| p.unusable().is_none()) {
-                self.queue(now, key, Msg::Cancel(Cancel { room, upto: seq, reason: reason.clone() }));
+                let reason = reason.clone();
+                // What was withdrawn the peer cannot know: to it the room failed before it was granted.
+                let msg = if unheard {
+                    Msg::RoomFailed(RoomFailed { room, reason })
+                } else {
+                    Msg::Cancel(Cancel { room, upto: seq, reason })
+                };
+                self.queue(now, key, msg);
             }
         }
         let Some(r) = self.inbound.get(&room) else { return };
         let (released, stats, pages) = (r.is_over(), r.progress.stats(), r.page_count());
         self.actions.push_back(Action::Stage(room, Stage::Failed));
         self.emit(room, EventKind::Failed(reason.clone()), released, stats);
-        self.bury(room, reason, true);
+        self.bury(room, Tomb::new(reason, true).without_ranks());
         if released {
             self.drop_inbound(room);
         } else {

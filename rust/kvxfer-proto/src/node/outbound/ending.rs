@@ -4,6 +4,7 @@ use super::Part;
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{Room, Time};
 use crate::msg::{Cancel, Drained, Finished, Msg};
+use crate::node::tomb::Tomb;
 use crate::node::types::{EventKind, Flaw, Stage};
 use crate::node::{Action, DeliveryFor, Node, PeerKey, Timer};
 
@@ -49,8 +50,8 @@ impl Node {
     pub(in crate::node) fn cancel_arrived(&mut self, now: Time, key: PeerKey, m: Cancel) {
         let room = m.room;
         let Some(r) = self.outbound.get_mut(&room) else {
-            // Success here and a failure of another rank there can cross; an unknown room leaves a tombstone.
-            self.bury(room, m.reason.clone(), false);
+            // The grant came before it, so the room is over here: our caller knows, or a tombstone does. (A grant that no
+            // session carried is withdrawn, and its end told by `RoomFailed`.)
             self.queue(now, key, Msg::Drained(Drained { room, seq: m.upto, reason: m.reason }));
             return;
         };
@@ -71,6 +72,7 @@ impl Node {
         }
         self.fail_outbound(now, room, m.reason);
         self.settle_outbound(now, room);
+        self.heard_of(room, key, None);
     }
 
     /// Word that a room failed before a grant for it was made.
@@ -78,7 +80,7 @@ impl Node {
         if self.outbound.contains_key(&room) {
             self.fail_outbound(now, room, reason);
         } else {
-            self.bury(room, reason, false);
+            self.bury(room, Tomb::new(reason, false));
         }
     }
 
@@ -126,6 +128,7 @@ impl Node {
             }
         }
         let local = r.local;
+        let (heard, ranks) = (r.dests.keys().copied().collect(), r.ranks);
         if local {
             let (released, stats) = (!r.is_writing(), r.progress.stats());
             r.released = released;
@@ -135,7 +138,7 @@ impl Node {
         } else {
             self.early_rooms = self.early_rooms.saturating_sub(1);
         }
-        self.bury(room, reason, local);
+        self.bury(room, Tomb::new(reason, local).with_ranks(heard, ranks));
         self.settle_outbound(now, room);
     }
 

@@ -35,11 +35,12 @@ impl Node {
         waiting: Option<Duration>,
     ) -> Option<&mut Outbound> {
         if !self.outbound.contains_key(&room) {
-            let refusal = match self.tombs.get_mut(room) {
-                Some(tomb) if tomb.told => return None,
+            let refusal = match self.tombs.get(room) {
+                Some(tomb) if tomb.is_told() => return None,
                 Some(tomb) => {
-                    tomb.told = true;
-                    Some(tomb.reason.clone())
+                    let reason = tomb.reason.clone();
+                    self.tombs.tell(self.tomb_limits(), room);
+                    Some(reason)
                 }
                 None if self.closing => Some(Reason::new(ReasonKind::Closed, "the agent was closed")),
                 None => None,
