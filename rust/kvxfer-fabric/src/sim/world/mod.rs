@@ -268,6 +268,10 @@ impl World {
         true
     }
 
+    pub(super) fn next_at_us(&self) -> Option<u64> {
+        self.events.first_key_value().map(|(key, _)| key.0)
+    }
+
     pub(super) fn pending(&self) -> Vec<Pending> {
         let may = |event: &Event| match event {
             Event::Land(id) if !self.config.reorder => self
