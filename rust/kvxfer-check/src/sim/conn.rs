@@ -48,7 +48,8 @@ impl World<'_> {
             for word in nonce.as_chunks_mut::<8>().0 {
                 *word = w.rng.next_u64().to_le_bytes();
             }
-            let config = handshake::Config::new(w.agents[agent].incarnation, nonce, Secret::new(b"simulated"));
+            let config =
+                handshake::Config::new(w.agents[agent].incarnation, nonce, Secret::new(b"simulated"));
             let h = if initiator {
                 Handshake::initiator(config, Purpose::Transfer, session)
             } else {

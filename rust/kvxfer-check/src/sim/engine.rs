@@ -1,6 +1,6 @@
 //! The inference engines: rooms, pages, and what they order of their agents.
 
-use super::geometry::{Blank, Held, ix};
+use super::geometry::{Blank, Held, Tokens, ix};
 use super::setup::MAX_TOKENS;
 use super::world::{Engine, Job, What, World};
 use kvxfer_proto::msg::Verify;
@@ -101,6 +101,22 @@ pub(super) struct RoomRec {
 }
 
 impl RoomRec {
+    /// A room that a test orders by hand.
+    #[cfg(test)]
+    pub(super) fn by_hand(room: Room, tokens: (u64, u64), decode: Ends, prefill: Ends) -> Self {
+        Self {
+            room,
+            source: Source { address: "prefill-0".into(), dp_rank: 0 },
+            tokens,
+            first: 0,
+            meta: None,
+            timeout: None,
+            decode: vec![DecodeSide { ends: decode, pages: Vec::new() }],
+            prefill: vec![PrefillSide { ends: prefill, ..PrefillSide::default() }],
+            was_cancelled: false,
+        }
+    }
+
     pub(super) fn sides(&self) -> impl Iterator<Item = &Ends> {
         self.decode.iter().map(|s| &s.ends).chain(self.prefill.iter().map(|s| &s.ends))
     }
@@ -153,8 +169,7 @@ impl World<'_> {
         let meta = self.chance(2).then(|| room.get().to_le_bytes().repeat(1 + index % 9).into());
         // Few are short of time; an unpushed room must be.
         let unpushed = self.chance(100);
-        let timeout =
-            (unpushed || self.chance(40)).then(|| Duration::from_millis(self.rng.between(3, 60)));
+        let timeout = (unpushed || self.chance(40)).then(|| Duration::from_millis(self.rng.between(3, 60)));
         let ends = |w: &Self, agent: usize| Ends { agent, life: w.agents[agent].life, ..Ends::default() };
         let decode: Vec<DecodeSide> = self.decodes[d]
             .agents
@@ -241,11 +256,9 @@ impl World<'_> {
             };
             self.job(delay, s.ends.agent, Job::Order(order));
         }
-        for side in 0..prefill.len() {
-            if prefill[side].retracts > 0 {
-                let delay = compute + self.draw((0, 9000));
-                self.job(delay, prefill[side].ends.agent, Job::Order(Order::Retract { room, side }));
-            }
+        for (side, s) in prefill.iter().enumerate().filter(|(_, s)| s.retracts > 0) {
+            let delay = compute + self.draw((0, 9000));
+            self.job(delay, s.ends.agent, Job::Order(Order::Retract { room, side }));
         }
         let millionths = self.draw((1, 1_000_000));
         #[expect(clippy::cast_precision_loss, reason = "a million is exact")]
@@ -414,7 +427,7 @@ impl World<'_> {
     }
 
     /// The engine's kernels write a chunk's tokens.
-    fn fill(&mut self, i: usize, room: Room, pages: &Pages, first: u64, tokens: (u64, u64)) {
+    pub(super) fn fill(&mut self, i: usize, room: Room, pages: &Pages, first: u64, tokens: (u64, u64)) {
         let a = &self.agents[i];
         let node = a.fabric.node();
         for (n, region) in (0..).zip(&a.geo.regions) {
@@ -559,7 +572,7 @@ impl World<'_> {
     }
 
     /// How many bytes of a room's pages are wrong.
-    pub(super) fn wrong_bytes(&self, i: usize, pages: &Pages, whole: bool) -> u64 {
+    pub(super) fn wrong_bytes(&self, i: usize, pages: &Pages, tokens: Tokens) -> u64 {
         let a = &self.agents[i];
         let mut wrong = 0;
         for (n, region) in a.geo.regions.iter().enumerate() {
@@ -569,7 +582,7 @@ impl World<'_> {
                 let number = u32::try_from(n).unwrap_or(u32::MAX);
                 let bytes = self.net.read(a.fabric.node(), number, at, region.page_bytes).unwrap_or_default();
                 let before = region.blank(self.blank_of(i, region.group, *page), n);
-                wrong += region.wrong(&owner.held, &before, &bytes, whole);
+                wrong += region.wrong(&owner.held, &before, &bytes, tokens);
             }
         }
         wrong

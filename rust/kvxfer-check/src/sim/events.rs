@@ -1,13 +1,14 @@
 //! What the processes tell their engines, and what lands: held against the contract.
 
 use super::engine::Ends;
-use super::geometry::ix;
+use super::geometry::{Tokens, ix};
 use super::world::World;
 use kvxfer_proto::Room;
 use kvxfer_proto::msg::{Frame, Msg};
 use kvxfer_proto::node::{Direction, Event, EventKind, PeerKey};
 
 /// What was so before a frame was handled, where that matters.
+#[derive(Clone, Copy)]
 pub(super) enum Before {
     Nothing,
     /// A cancel, or word of a failure: the room is void from then on.
@@ -44,7 +45,9 @@ impl World<'_> {
                     let name = &self.agents[i].name;
                     self.log.violation(
                         self.now,
-                        format_args!("{name} takes a grant of room {room}, which had ended there, for a new room"),
+                        format_args!(
+                            "{name} takes a grant of room {room}, which had ended there, for a new room"
+                        ),
                     );
                 }
             }
@@ -63,7 +66,8 @@ impl World<'_> {
         );
         let life = self.agents[i].life;
         let Some(&r) = self.by_room.get(&event.room) else {
-            self.log.violation(self.now, format_args!("{name} tells of room {}, which nobody began", event.room));
+            self.log
+                .violation(self.now, format_args!("{name} tells of room {}, which nobody began", event.room));
             return;
         };
         let here = |e: &Ends| e.agent == i && e.life == life;
@@ -137,22 +141,25 @@ impl World<'_> {
         }
         if release {
             let pages = std::mem::take(&mut self.rooms[r].decode[side].pages);
-            // A copy of a push that was taken back may have brought anything, but only into the room's own tokens.
-            if success || self.sender_writes() {
-                let wrong = self.wrong_bytes(i, &pages, success);
-                if wrong > 0 {
-                    self.tally.corrupt_bytes += wrong;
-                    let tokens = self.rooms[r].tokens;
-                    self.log.violation(
-                        self.now,
-                        format_args!(
-                            "{wrong} bytes of room {room} (tokens {tokens:?}, success={success}) are wrong at {name} in {pages:?}"
-                        ),
-                    );
-                }
+            let tokens = if success { Tokens::Whole } else { self.begun() };
+            let wrong = self.wrong_bytes(i, &pages, tokens);
+            if wrong > 0 {
+                self.tally.corrupt_bytes += wrong;
+                let tokens = self.rooms[r].tokens;
+                self.log.violation(
+                    self.now,
+                    format_args!(
+                        "{wrong} bytes of room {room} (tokens {tokens:?}, success={success}) are wrong at {name} in {pages:?}"
+                    ),
+                );
             }
             self.free_pages(i, &pages);
         }
+    }
+
+    /// What an unfinished room's tokens may hold.
+    fn begun(&self) -> Tokens {
+        if self.sender_writes() { Tokens::Begun } else { Tokens::Any }
     }
 
     fn prefill_event(&mut self, i: usize, r: usize, side: usize, event: &Event) {
@@ -248,7 +255,7 @@ impl World<'_> {
                 Some(owner) => {
                     holder = Some(owner.room);
                     let part = &bytes[ix(at - offset)..ix(at - offset + n)];
-                    foreign += shape.foreign(&owner.held, within..within + ix(n), part);
+                    foreign += shape.foreign(&owner.held, within..within + ix(n), part, self.begun());
                 }
             }
             at += n;
@@ -269,8 +276,7 @@ impl World<'_> {
                     self.agents[from].name, self.agents[to].name
                 ),
             );
-        } else if foreign > 0 && self.sender_writes() {
-            // A copy reads what its source holds by then; whether that stands is found out before it counts.
+        } else if foreign > 0 {
             self.tally.late_writes += 1;
             self.log.violation(
                 self.now,

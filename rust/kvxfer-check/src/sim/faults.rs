@@ -116,10 +116,7 @@ impl World<'_> {
         self.tally.kills_mid_write += u64::from(writing);
         self.count("kill");
         let incarnation = self.agents[i].incarnation;
-        self.log.line(
-            self.now,
-            format_args!("KILL {} (writes in flight: {writing})", self.agents[i].name),
-        );
+        self.log.line(self.now, format_args!("KILL {} (writes in flight: {writing})", self.agents[i].name));
         self.add_counters(i);
         let a = &mut self.agents[i];
         a.alive = false;
@@ -218,17 +215,18 @@ impl World<'_> {
     fn build_wall(&mut self) {
         let n = self.agents.len() as u64;
         let a = ix(self.draw((0, n - 1)));
-        let until = self.now
-            + if self.rng.coin() { self.draw((500, 20_000)) } else { self.draw((20_000, 700_000)) };
-        let others: Vec<usize> = if self.rng.coin() {
-            (0..self.agents.len()).collect()
-        } else {
-            vec![ix(self.draw((0, n - 1)))]
-        };
+        let until =
+            self.now + if self.rng.coin() { self.draw((500, 20_000)) } else { self.draw((20_000, 700_000)) };
+        let others: Vec<usize> =
+            if self.rng.coin() { (0..self.agents.len()).collect() } else { vec![ix(self.draw((0, n - 1)))] };
         self.count("cut_network");
         self.log.line(
             self.now,
-            format_args!("CUT the network of {} to {} processes until {until}", self.agents[a].name, others.len()),
+            format_args!(
+                "CUT the network of {} to {} processes until {until}",
+                self.agents[a].name,
+                others.len()
+            ),
         );
         for b in others.into_iter().filter(|b| *b != a) {
             let wall = self.walls.entry((a.min(b), a.max(b))).or_insert(0);

@@ -79,6 +79,17 @@ impl Held {
     }
 }
 
+/// What must be where a room's tokens are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Tokens {
+    /// The room's bytes.
+    Whole,
+    /// The room's bytes, or still what was there before.
+    Begun,
+    /// Anything: a copy of a push that was taken back reads whatever its source holds by then.
+    Any,
+}
+
 impl Geometry {
     pub(super) fn new(side: &Side, counts: &[u32]) -> Result<Self, LayoutError> {
         let mut regions = Vec::new();
@@ -155,25 +166,27 @@ impl Region {
         }
     }
 
-    /// How many bytes of a page are wrong: its room's tokens must be there (or, unless `whole`, what was there before),
-    /// and everything else as before.
-    pub(super) fn wrong(&self, held: &Held, before: &[u8], bytes: &[u8], whole: bool) -> u64 {
+    /// How many bytes of a page are wrong. Around its room's tokens everything must be as `before`.
+    pub(super) fn wrong(&self, held: &Held, before: &[u8], bytes: &[u8], tokens: Tokens) -> u64 {
         let mut wrong = 0;
         for ((c, was), is) in self.cells.iter().zip(before).zip(bytes) {
-            let right = match held.token(c.slot) {
-                Some(t) => *is == tag(held.room, t, c.coord) || (!whole && is == was),
-                None => is == was,
+            let right = match (held.token(c.slot), tokens) {
+                (None, _) => is == was,
+                (Some(t), Tokens::Whole) => *is == tag(held.room, t, c.coord),
+                (Some(t), Tokens::Begun) => is == was || *is == tag(held.room, t, c.coord),
+                (Some(_), Tokens::Any) => true,
             };
             wrong += u64::from(!right);
         }
         wrong
     }
 
-    /// How many bytes of a write at these places of one page are not the room's.
-    pub(super) fn foreign(&self, held: &Held, places: Range<usize>, bytes: &[u8]) -> u64 {
+    /// How many bytes of a write at these places of one page the room must not have there.
+    pub(super) fn foreign(&self, held: &Held, places: Range<usize>, bytes: &[u8], tokens: Tokens) -> u64 {
         let cells = self.cells.get(places).unwrap_or_default();
-        let is_right =
-            |(c, b): &(&Cell, &u8)| held.token(c.slot).is_some_and(|t| **b == tag(held.room, t, c.coord));
+        let is_right = |(c, b): &(&Cell, &u8)| {
+            held.token(c.slot).is_some_and(|t| tokens == Tokens::Any || **b == tag(held.room, t, c.coord))
+        };
         (cells.len() - cells.iter().zip(bytes).filter(is_right).count()) as u64
     }
 }
@@ -181,7 +194,7 @@ impl Region {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvxfer_proto::plan::{Request, Template, plan_all};
+    use kvxfer_proto::plan::{Cursor, Request, Template};
     use kvxfer_proto::{DType, PageLayout, Shard};
 
     /// What the planner moves between two geometries is what this file says that the bytes are.
@@ -221,8 +234,10 @@ mod tests {
                 layers: 0..3,
             };
             let template = std::sync::Arc::new(Template::new(&src, &dst).unwrap());
-            let cursor = kvxfer_proto::plan::Cursor::new(template, request, &[4], &[8]);
-            for p in plan_all(cursor.unwrap()) {
+            let mut pieces = Vec::new();
+            let mut cursor = Cursor::new(template, request, &[4], &[8]).unwrap();
+            while cursor.fill(&mut pieces, 64, 5) {}
+            for p in pieces {
                 let bytes = s_mem[p.src_region as usize][ix(p.src_off)..ix(p.src_off + p.len)].to_vec();
                 d_mem[p.dst_region as usize][ix(p.dst_off)..ix(p.dst_off + p.len)].copy_from_slice(&bytes);
             }
@@ -232,9 +247,13 @@ mod tests {
                     let held = Held { room: 9, base: dg.base(0, 3, i), tokens };
                     let zero = vec![0; ix(region.page_bytes)];
                     let bytes = &d_mem[r][at..at + ix(region.page_bytes)];
-                    assert_eq!(region.wrong(&held, &zero, bytes, true), 0, "{from:?} {to:?} page {p}");
+                    assert_eq!(
+                        region.wrong(&held, &zero, bytes, Tokens::Whole),
+                        0,
+                        "{from:?} {to:?} page {p}"
+                    );
                     let other = Held { room: 8, ..held };
-                    assert!(region.wrong(&other, &zero, bytes, true) > 0);
+                    assert!(region.wrong(&other, &zero, bytes, Tokens::Whole) > 0);
                 }
             }
         }

@@ -69,7 +69,7 @@ impl SimOptions {
             cancel: 0.2,
             kill: 3,
             stop: 3,
-            cut: 12,
+            cut: 6,
             mover: Mover::Sender,
             fence: FenceRule::Completes,
             flaw: None,

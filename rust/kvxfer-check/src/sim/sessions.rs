@@ -138,7 +138,10 @@ impl World<'_> {
             pages: a.geo.counts.clone(),
             model: "simulated".to_owned(),
             regions,
-            fabrics: vec![FabricOffer { name: name.to_owned(), blob: a.fabric.describe().unwrap_or_default() }],
+            fabrics: vec![FabricOffer {
+                name: name.to_owned(),
+                blob: a.fabric.describe().unwrap_or_default(),
+            }],
             received,
             link_generation,
             staging: (0, 0),
@@ -244,18 +247,27 @@ impl World<'_> {
         let (i, Some((key, session))) = (end.agent, end.session) else { return };
         self.log.line(
             self.now,
-            format_args!("{} gets {} {} of session {}", self.agents[i].name, frame.msg.name(), frame.number, session.0),
+            format_args!(
+                "{} gets {} {} of session {}",
+                self.agents[i].name,
+                frame.msg.name(),
+                frame.number,
+                session.0
+            ),
         );
         match frame.msg {
             Msg::Attach(_) => self.attach_asked(i, key),
             Msg::Attached(m) => self.attach_answered(i, key, m),
+            // Its part of the handshake took too long.
+            Msg::Refuse(reason) if reason.kind == ReasonKind::TransferTimeout => self.close_end(c, e),
             _ => {
                 let before = self.look_before(i, key, &frame);
                 let result = self.agents[i].node.handle_frame(now, key, frame);
                 self.look_after(i, before);
                 if let Err(reason) = result {
                     let name = &self.agents[i].name;
-                    self.log.violation(self.now, format_args!("{name}: the peer broke the protocol: {reason}"));
+                    self.log
+                        .violation(self.now, format_args!("{name}: the peer broke the protocol: {reason}"));
                     self.close_end(c, e);
                 }
             }
@@ -373,7 +385,8 @@ impl World<'_> {
 
     pub(super) fn drop_session(&mut self, i: usize, key: PeerKey, session: SessionNo, reason: &Reason) {
         let a = &mut self.agents[i];
-        self.log.line(self.now, format_args!("{} drops session {} with {key:?}: {reason}", a.name, session.0));
+        self.log
+            .line(self.now, format_args!("{} drops session {} with {key:?}: {reason}", a.name, session.0));
         if let Some(io) = a.peers.get_mut(&key)
             && io.conn.is_some_and(|(_, s)| s == session)
         {

@@ -24,6 +24,7 @@ pub(super) struct Plan {
     pub(super) pages: u32,
     pub(super) delays: Delays,
     pub(super) net: SimConfig,
+    pub(super) config: Config,
 }
 
 /// Production's settings with every time divided by 50: rooms here take milliseconds, and faults must not outlast the run.
@@ -93,7 +94,14 @@ impl Plan {
             observe_death: rng.between(0, 3) > 0,
             fence: options.fence,
         };
-        Self { prefill: (prefill, prefills), decode: (decode, decodes), pages, delays, net }
+        Self {
+            prefill: (prefill, prefills),
+            decode: (decode, decodes),
+            pages,
+            delays,
+            net,
+            config: config(options),
+        }
     }
 }
 
@@ -113,7 +121,7 @@ impl<'w> World<'w> {
         mut log: Log<'w>,
     ) -> Result<Self, (LayoutError, Log<'w>)> {
         let net = SimNet::new(rng.next_u64(), plan.net);
-        let config = config(&options);
+        let config = plan.config.clone();
         let mut agents = Vec::new();
         let (mut prefills, mut decodes) = (Vec::new(), Vec::new());
         for (is_decode, (groups, sizes)) in [(false, &plan.prefill), (true, &plan.decode)] {
@@ -155,17 +163,6 @@ impl<'w> World<'w> {
         log.line(0, format_args!("{:?} {:?} {} pages", plan.delays, plan.net, plan.pages));
         let near = plan.net.observe_death;
         let delays = plan.delays;
-        Ok(Self::assemble(Parts {
-            options,
-            config,
-            rng,
-            net,
-            delays,
-            near,
-            agents,
-            prefills,
-            decodes,
-            log,
-        }))
+        Ok(Self::assemble(Parts { options, config, rng, net, delays, near, agents, prefills, decodes, log }))
     }
 }

@@ -36,8 +36,15 @@ pub(super) enum Job {
 #[derive(Debug)]
 pub(super) enum What {
     At(usize, u32, Job),
-    Bytes { conn: u64, to: usize, bytes: Vec<u8> },
-    Eof { conn: u64, to: usize },
+    Bytes {
+        conn: u64,
+        to: usize,
+        bytes: Vec<u8>,
+    },
+    Eof {
+        conn: u64,
+        to: usize,
+    },
     Fault(Fault),
     /// A place for a room is free, after a pause if the last one failed.
     Begin,

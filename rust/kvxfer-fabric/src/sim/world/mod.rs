@@ -567,6 +567,11 @@ impl World {
         if let (true, EndRole::Passive, Some(link)) = (possible, role, link) {
             self.close_link(link);
         }
+        if let (EndRole::Active, Some(l)) = (role, link.and_then(|l| self.links.get(&l))) {
+            // What left this side can land; its memory is read no more.
+            let ids: Vec<u64> = l.outstanding.iter().copied().collect();
+            self.take_bytes(at.node, &ids);
+        }
         self.remove_end(at);
         self.tell_other(link, at, "the peer fenced it");
         let result = if possible {
