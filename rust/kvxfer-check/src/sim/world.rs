@@ -220,7 +220,11 @@ impl<'w> World<'w> {
         self.now = self.now.max(at);
         if net == Some(at) {
             self.advance_net();
-        } else if queued == Some(at) {
+            return true;
+        }
+        // Nothing is due there, but what is begun there now takes its time from now on.
+        self.net.advance(self.now.saturating_sub(self.net.now_us()));
+        if queued == Some(at) {
             if let Some((_, what)) = self.queue.pop_first() {
                 self.happen(what);
             }
