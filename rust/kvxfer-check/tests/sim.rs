@@ -60,7 +60,7 @@ fn run_family(family: Family, test: &str) {
     }
     let mut faults: BTreeMap<&str, u64> = BTreeMap::new();
     let mut sum = SimReport::default();
-    for seed in 0..number("KVXFER_SEEDS").unwrap_or(16) {
+    for seed in 0..number("KVXFER_SEEDS").unwrap_or(12) {
         let r = run(&options(family, seed));
         complain(family, &r, test);
         for (kind, n) in &r.faults {
@@ -118,7 +118,9 @@ fn the_same_options_give_the_same_report_and_the_same_log() {
     }
 }
 
-/// A broken rule must be seen within these many seeds.
+/// A broken rule must be seen within these many seeds. Not tried here: `NoSessionCheck`, since the link's numbers make
+/// nearly every frame of an old session a duplicate, and the connection that brings it is closed within microseconds; and
+/// `StagingSlotFreedEarly`, since nothing is staged here.
 const TRIES: u64 = 8;
 
 /// The first seed that reports a broken rule, and what it reports.
@@ -165,18 +167,6 @@ fn a_missing_tombstone_is_caught() {
         let r = caught(Flaw::NoTombstone, family, |r| r.violation_count > 0);
         assert!(r.violations.iter().any(|v| v.contains("for a new room")), "{r:#?}");
     }
-}
-
-/// Most frames of an old session are harmless without the check, since the link's numbers make them duplicates; what is
-/// left are old frames after a fence, when the numbers begin again. They are rare.
-#[test]
-fn a_missing_session_check_is_caught() {
-    let seen = (0..60).find(|seed| {
-        let cut = 40;
-        let o = SimOptions { flaw: Some(Flaw::NoSessionCheck), cut, ..options(Family::Receiver, *seed) };
-        !run(&o).is_clean()
-    });
-    assert!(seen.is_some());
 }
 
 /// A failing run's log has the violations that its report names.

@@ -61,28 +61,6 @@ fn no_grant_is_sent_before_the_source_has_attached() {
     }
 }
 
-/// The peer attached in a session that was lost before we heard of it; in the next one its pushes come first.
-#[test]
-fn a_push_that_comes_before_word_of_the_fabric_is_kept_until_then() {
-    let mut s = Solo::decode(&[10]);
-    let a = s.up(10, Direction::WeGrant, None, (0, 0));
-    s.recv(a, ready(99, 1, 1, &[1])).unwrap();
-    s.recv(a, ready(99, 1, 2, &[2])).unwrap();
-    s.recv(a, Msg::Retract(Retract { room: room(99), seq: Seq(1), push: PushId(1) })).unwrap();
-    assert!(s.delivers.is_empty());
-    s.order(|n, now| n.handle_attached(now, a, Mover::Receiver));
-    assert_eq!(s.delivers.iter().map(|d| d.push).collect::<Vec<_>>(), [PushId(2)]);
-
-    // On a fabric on which the sender writes it is nonsense, before and after.
-    let mut s = Solo::decode(&[10]);
-    let a = s.up(10, Direction::WeGrant, None, (0, 0));
-    s.recv(a, ready(99, 1, 1, &[1])).unwrap();
-    s.order(|n, now| n.handle_attached(now, a, Mover::Sender));
-    assert_eq!(failure(&s, 99), Some(ReasonKind::ProtocolError));
-    assert_eq!(s.released(99), 0, "{:?}", s.events);
-    assert!(s.recv(a, ready(99, 1, 2, &[1])).is_err());
-}
-
 #[test]
 fn done_under_our_copy_releases_nothing() {
     let mut s = Solo::decode(&[10]);

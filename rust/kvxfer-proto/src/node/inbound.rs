@@ -36,7 +36,7 @@ struct InGrant {
     copies: BTreeMap<PushId, DeliveryId>,
     /// Copies of pushes that were taken back, which have not stopped yet.
     stopping: BTreeSet<DeliveryId>,
-    /// Pushes that wait for those to stop (an old copy must not land on a new one), or for the fabric to be known.
+    /// Pushes that wait for those to stop: an old copy must not land on a new one.
     deferred: Vec<Ready>,
     /// What we copied and have not yet been told stands (receiver copies).
     copied: BTreeMap<PushId, Owed>,
@@ -243,16 +243,6 @@ impl Node {
             self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>()
         {
             self.inbound_contact(now, room);
-            let grant = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key));
-            let deferred = match grant.filter(|g| g.stopping.is_empty()) {
-                Some(grant) => std::mem::take(&mut grant.deferred),
-                None => Vec::new(),
-            };
-            for ready in deferred {
-                if let Err(reason) = self.ready_arrived(now, key, ready) {
-                    self.fail_inbound(now, room, reason);
-                }
-            }
         }
     }
 
@@ -272,8 +262,7 @@ impl Node {
 
     /// Receiver copies: a push's pages can be read.
     pub(super) fn ready_arrived(&mut self, now: Time, key: PeerKey, m: Ready) -> Result<(), Reason> {
-        let attached = self.peers.get(&key).and_then(|p| p.attached);
-        if attached == Some(Mover::Sender) {
+        if self.peers.get(&key).and_then(|p| p.attached) != Some(Mover::Receiver) {
             return Err(Reason::new(
                 ReasonKind::ProtocolError,
                 "Ready on a fabric on which the sender writes",
@@ -296,8 +285,7 @@ impl Node {
             self.fail_inbound(now, m.room, reason);
             return Ok(());
         }
-        // The peer attached in a session that was lost with its word of that: it says so again in this one.
-        if attached.is_none() || !grant.stopping.is_empty() {
+        if !grant.stopping.is_empty() {
             grant.deferred.push(m);
             return Ok(());
         }
