@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::fs::File;
 use std::io::{self, BufWriter};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Rooms and rooms at a time that a run may have: bounds on its memory.
 const MOST_ROOMS: u32 = 1_000_000;
@@ -98,11 +98,11 @@ pub(crate) fn simulate<'py>(
         fence,
         flaw,
     };
-    let report = py.detach(|| go(&options, log.as_deref()))?;
+    let report = py.detach(move || go(&options, log))?;
     dict(py, &report)
 }
 
-fn go(options: &SimOptions, log: Option<&Path>) -> io::Result<SimReport> {
+fn go(options: &SimOptions, log: Option<PathBuf>) -> io::Result<SimReport> {
     match log {
         Some(path) => run_logged(options, &mut BufWriter::new(File::create(path)?)),
         None => Ok(run(options)),
