@@ -25,7 +25,7 @@ comma := ,
 more := $(if $(EXTRAS),$(comma)$(EXTRAS))
 setup = $(PYTHON) scripts/setup_env.py $(if $(EXPLICIT_PYTHON),--explicit-python)
 
-.PHONY: help demo test test-rust test-loom test-python soak lint fmt stubs wheel doctor bench-post clean
+.PHONY: help demo test test-rust test-loom test-python soak sim-long lint fmt stubs wheel doctor bench-post clean
 
 help: ## List the targets
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -51,6 +51,11 @@ test-loom: ## Walk the interleavings of what callers and the transfer thread sha
 test-python: ## Run the Python tests only; ARGS="tests/unit -k name" picks some
 	@scripts/preflight.sh rust python
 	@scripts/run_tests.sh python $(ARGS)
+
+sim-long: ## Run the simulator over many seeds; MINUTES=15, SEEDS=n instead, FROM=1000 the first seed
+	@scripts/preflight.sh rust
+	@$(if $(SEEDS),KVXFER_SEEDS=$(SEEDS)) $(if $(MINUTES),KVXFER_MINUTES=$(MINUTES)) $(if $(FROM),KVXFER_FROM=$(FROM)) \
+	    cargo test --locked --release -p kvxfer-check --test sim -- --ignored --nocapture long_run
 
 lint: ## Check formats, clippy, types, stubs, the dependency rules, licences and sources
 	@scripts/preflight.sh rust python lint

@@ -29,6 +29,7 @@ __all__ = [
     "_doctor_ucx",
     "new_room",
     "plan_transfer",
+    "simulate",
 ]
 
 _Ids: TypeAlias = Any  # list, tuple or range of int, or a 1-D integer array (numpy, torch on the CPU)
@@ -56,6 +57,22 @@ def plan_transfer(
     dst_page_count: _Counts | None = None,
 ) -> Plan:
     """The writes that carry tokens `start` to `start + tokens` from source pages to destination pages."""
+
+def simulate(
+    seed: int,
+    *,
+    rooms: int = 1000,
+    concurrent: int = 256,
+    cancel: float = 0.2,
+    kill: int = 3,
+    stop: int = 3,
+    cut: int = 6,
+    flaw: str | None = None,
+    mover: Literal["sender", "receiver"] = "sender",
+    fence: Literal["completes", "impossible"] = "completes",
+    log: str | PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """Engines against each other under virtual time, with faults that `seed` decides and a check of every byte."""
 
 def _after_fork_in_child() -> None: ...
 

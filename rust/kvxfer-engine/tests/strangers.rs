@@ -12,12 +12,12 @@ mod support;
 
 use kvxfer_engine::FabricChoice;
 use kvxfer_proto::handshake::{Config, Handshake, Outcome};
-use kvxfer_proto::msg::Purpose;
+use kvxfer_proto::msg::{Describe, Frame, Msg, Purpose, Role};
 use kvxfer_proto::wire::Decoder;
-use kvxfer_proto::{Incarnation, ReasonKind, SessionNo};
+use kvxfer_proto::{Incarnation, Reason, ReasonKind, SessionNo};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use support::{LIMIT, Party, expect, party, push, side};
+use support::{LIMIT, PAGES, Party, expect, party, push, side};
 
 fn decode() -> Party {
     party("decode", side(0, 1), FabricChoice::Shm, true, |_| {})
@@ -47,12 +47,38 @@ fn serve(f: impl FnOnce(TcpStream) + Send + 'static) -> (String, std::thread::Jo
     (address, thread)
 }
 
+/// A decode agent that fits.
+fn described() -> Describe {
+    let side = side(0, 1);
+    Describe {
+        name: "stranger".to_owned(),
+        engine: String::new(),
+        dp_rank: 0,
+        role: Role::Both,
+        mode: "push".to_owned(),
+        regions: side.regions(&[PAGES]).unwrap(),
+        groups: side.groups,
+        shard: side.shard,
+        pages: vec![PAGES],
+        model: String::new(),
+        fabrics: Vec::new(),
+        received: 0,
+        link_generation: 0,
+        staging: (0, 0),
+        process: Vec::new(),
+    }
+}
+
 fn drive(mut h: Handshake, mut stream: &TcpStream) -> Option<Outcome> {
     let mut decoder = Decoder::new();
     let mut buf = [0u8; 4096];
     loop {
         while let Some(bytes) = h.poll_frame() {
             stream.write_all(&bytes).ok()?;
+        }
+        if h.need_describe().is_some() {
+            h.supply_describe(described());
+            continue;
         }
         if let Some(outcome) = h.outcome() {
             return Some(outcome.clone());
@@ -145,4 +171,28 @@ fn a_replayed_hello_gets_nothing_without_the_secret() {
     let Some(Outcome::Failed(reason)) = outcome else { panic!("{outcome:?}") };
     assert_eq!(reason.kind, ReasonKind::AuthError, "{}", reason.text);
     assert_well(&mut p, &mut d, 1);
+}
+
+/// The peer's part of the handshake was late, and it says so when ours is over: that is no word about rooms, and the
+/// next connection is as good as any.
+#[test]
+fn a_refusal_for_lateness_ends_the_connection_and_nothing_else() {
+    let mut p = prefill();
+    for session in 1..=3 {
+        let mut s = TcpStream::connect(p.agent.address()).unwrap();
+        s.set_read_timeout(Some(LIMIT)).unwrap();
+        let me = Incarnation(97);
+        let config = Config::new(me, [session as u8; 32], None);
+        let h = Handshake::initiator(config, Purpose::Transfer, SessionNo(session));
+        let outcome = drive(h, &s);
+        assert!(matches!(outcome, Some(Outcome::Established(_))), "{outcome:?}");
+        let late = Reason::new(ReasonKind::TransferTimeout, "the peer does not answer");
+        let frame = Frame { incarnation: me, session: SessionNo(session), number: 0, msg: Msg::Refuse(late) };
+        let mut bytes = Vec::new();
+        kvxfer_proto::wire::encode(&frame, &mut bytes).unwrap();
+        s.write_all(&bytes).unwrap();
+        let mut rest = Vec::new();
+        assert!(s.read_to_end(&mut rest).is_ok(), "the connection is closed");
+    }
+    assert_well(&mut p, &mut decode(), 1);
 }

@@ -39,6 +39,28 @@ fn finished_under_our_write_releases_nothing() {
     assert_eq!(s.released(1), 0, "{:?}", s.events);
 }
 
+/// A source that is stopped before it attaches finds no grant among the bytes of a session that is over by the time it
+/// reads them: it would open its endpoint then, after our fence of it.
+#[test]
+fn no_grant_is_sent_before_the_source_has_attached() {
+    let granted = |s: &Solo| s.sent.iter().filter(|(_, _, msg)| matches!(msg, Msg::Grant(_))).count();
+    for mover in [Mover::Sender, Mover::Receiver] {
+        let mut s = Solo::decode(&[10]);
+        let a = s.up(10, Direction::WeGrant, None, (0, 0));
+        assert_eq!(granted(&s), 0);
+        // So a cancel needs no answer of a peer that cannot know the room.
+        cancel(&mut s, 99);
+        assert_eq!(s.released(99), 1, "{:?}", s.events);
+        s.order(|n, now| n.handle_expect(now, expect(1, &[1], (0, 4))));
+        assert_eq!(granted(&s), 0);
+        s.order(|n, now| n.handle_attached(now, a, mover));
+        assert_eq!(granted(&s), 1);
+        // A later session of the same endpoint goes on at once.
+        s.order(|n, now| n.handle_expect(now, expect(2, &[2], (0, 4))));
+        assert_eq!(granted(&s), 2);
+    }
+}
+
 #[test]
 fn done_under_our_copy_releases_nothing() {
     let mut s = Solo::decode(&[10]);

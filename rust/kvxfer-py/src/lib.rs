@@ -15,6 +15,7 @@ mod plan;
 mod push;
 mod room_stats;
 mod shard;
+mod simulate;
 mod span;
 mod unreleased;
 mod waiter;
@@ -52,6 +53,7 @@ fn _kvxfer(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<watch::Watch>()?;
     m.add_function(wrap_pyfunction!(new_room, m)?)?;
     m.add_function(wrap_pyfunction!(plan::plan_transfer, m)?)?;
+    m.add_function(wrap_pyfunction!(simulate::simulate, m)?)?;
     m.add_function(wrap_pyfunction!(_after_fork_in_child, m)?)?;
     doctor::register(m)?;
     Ok(())

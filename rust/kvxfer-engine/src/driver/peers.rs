@@ -271,7 +271,9 @@ impl Driver {
             Msg::Attach(m) => self.attach_asked(now, key, &m.fabric),
             Msg::Attached(m) => self.attach_answered(now, key, m),
             // The peer checks more than we do, and does not want us.
-            Msg::Refuse(reason) => self.node.handle_refused(now, key, &reason),
+            Msg::Refuse(reason) if is_final(&reason) => self.node.handle_refused(now, key, &reason),
+            // It gave up this connection and not us, for example because its own part took too long.
+            Msg::Refuse(reason) => self.control.close(conn, reason),
             _ => {
                 if let Err(reason) = self.node.handle_frame(now, key, frame) {
                     tracing::warn!(%reason, "the peer broke the protocol");

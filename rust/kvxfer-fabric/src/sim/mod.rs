@@ -10,6 +10,7 @@
 //! * A killed node's writes can land until its death is observed; its connections may be seen to close before.
 //! * A fence at the receiver lands or cancels what is in flight on its endpoint, and only then is `Fenced`. It
 //!   covers that endpoint: one that was disconnected before was not fenced, and its writes are still under way.
+//! * A fence at the sender ends its own part only: its memory is read no more, and what was read can still land.
 //! * A write to a node that restarted is lost, whatever its address.
 //!
 //! Every write that lands is in the trace ([`SimNet::take_trace`]), for a checker to hold against released pages.

@@ -70,6 +70,12 @@ impl SimNet {
         self.world().step()
     }
 
+    /// When the next event is due; `None` when nothing is pending.
+    #[must_use]
+    pub fn next_at_us(&self) -> Option<u64> {
+        self.world().next_at_us()
+    }
+
     /// Events that may happen next, soonest first. Without reordering only the oldest write of an endpoint may.
     #[must_use]
     pub fn pending(&self) -> Vec<Pending> {

@@ -122,8 +122,12 @@ impl Node {
     pub(super) fn flush_peer(&mut self, key: PeerKey) {
         let Some(peer) = self.peers.get_mut(&key) else { return };
         let Some(session) = peer.session else { return };
-        while let Some((number, msg)) = peer.link.poll() {
-            self.actions.push_back(Action::Send { peer: key, session, number, msg });
+        // A peer that has not attached in answer to us gets no grant: one that it reads later, out of a session that is
+        // over, would make it open its endpoint and write after our fence.
+        if key.direction == Direction::TheyGrant || peer.attached.is_some() {
+            while let Some((number, msg)) = peer.link.poll() {
+                self.actions.push_back(Action::Send { peer: key, session, number, msg });
+            }
         }
         if let Some(n) = peer.link.poll_ack(false) {
             self.actions.push_back(Action::Send { peer: key, session, number: 0, msg: Msg::Ack(n) });
@@ -216,6 +220,7 @@ impl Node {
                 return;
             }
             peer.attached = Some(mover);
+            self.dirty.insert(key);
             match key.direction {
                 Direction::WeGrant => self.inbound_attached(now, key),
                 Direction::TheyGrant => self.outbound_attached(now, key),

@@ -127,6 +127,18 @@ impl World {
         }
     }
 
+    /// The adapter has read these writes' bytes, and looks at their source no more.
+    pub(super) fn take_bytes(&mut self, node: NodeId, ids: &[u64]) {
+        for id in ids {
+            if let Some(p) = self.writes.get(id).filter(|w| w.taken.is_none()).map(|w| w.piece) {
+                let bytes = self.slice(node, p.src_region, p.src_off, p.len).map(<[u8]>::to_vec);
+                if let Some(w) = self.writes.get_mut(id) {
+                    w.taken = bytes;
+                }
+            }
+        }
+    }
+
     pub(in crate::sim) fn kill(&mut self, node: NodeId) {
         let who = (node, self.life(node));
         if self.alive(who).is_none() {
@@ -137,14 +149,7 @@ impl World {
             self.lose_some(link, &ids);
         }
         let left: Vec<u64> = self.writes_from(who).into_values().flatten().collect();
-        for id in left {
-            if let Some(p) = self.writes.get(&id).map(|w| w.piece) {
-                let bytes = self.slice(node, p.src_region, p.src_off, p.len).map(<[u8]>::to_vec);
-                if let Some(w) = self.writes.get_mut(&id) {
-                    w.taken = bytes;
-                }
-            }
-        }
+        self.take_bytes(node, &left);
         self.release_held(who);
         if let Some(n) = self.node_mut(node) {
             n.status = Status::Dead;

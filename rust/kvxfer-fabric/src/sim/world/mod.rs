@@ -268,6 +268,10 @@ impl World {
         true
     }
 
+    pub(super) fn next_at_us(&self) -> Option<u64> {
+        self.events.first_key_value().map(|(key, _)| key.0)
+    }
+
     pub(super) fn pending(&self) -> Vec<Pending> {
         let may = |event: &Event| match event {
             Event::Land(id) if !self.config.reorder => self
@@ -562,6 +566,11 @@ impl World {
         let possible = self.config.fence == FenceRule::Completes || role == EndRole::Active;
         if let (true, EndRole::Passive, Some(link)) = (possible, role, link) {
             self.close_link(link);
+        }
+        if let (EndRole::Active, Some(l)) = (role, link.and_then(|l| self.links.get(&l))) {
+            // What left this side can land; its memory is read no more.
+            let ids: Vec<u64> = l.outstanding.iter().copied().collect();
+            self.take_bytes(at.node, &ids);
         }
         self.remove_end(at);
         self.tell_other(link, at, "the peer fenced it");
