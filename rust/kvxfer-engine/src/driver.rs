@@ -8,7 +8,7 @@ use crate::address::{DEFAULT_PORT, HostPort};
 use crate::agent::Shared;
 use crate::carriers::{Carriers, Which};
 use crate::config::{AgentConfig, StartError};
-use crate::control::{ConnId, Control, ControlEvent, TOKEN_FABRIC, WatchId};
+use crate::control::{ConnId, Control, ControlEvent, Guard, TOKEN_FABRIC, TlsSetup, WatchId};
 use crate::queue::Order;
 use crate::rooms::RoomShared;
 use crate::sched::Scheduler;
@@ -151,8 +151,12 @@ impl Driver {
             &listen,
             shared.orders.signal.as_fd(),
             incarnation,
-            secret,
-            config.handshake_timeout,
+            Guard {
+                secret,
+                tls: config.tls.as_ref().map(TlsSetup::load).transpose()?,
+                insecure: config.insecure,
+                limits: config.limits,
+            },
         )?;
         let carriers = Carriers::new(config)?;
         for (i, fd) in (0u64..).zip(carriers.fds()) {
@@ -415,6 +419,9 @@ impl Driver {
         self.stats.frames_sent = self.control.frames_sent;
         self.stats.frames_received = self.control.frames_received;
         self.stats.bad_connections = self.control.bad_connections;
+        self.stats.limited_connections = self.control.limited_connections;
+        self.stats.slow_connections = self.control.slow_connections;
+        self.stats.auth_failures = self.control.auth_failures;
         self.shared.stats.try_set(&self.stats);
     }
 

@@ -22,7 +22,8 @@ mod waiter;
 
 pub use address::{DEFAULT_PORT, HostPort};
 pub use agent::{Agent, new_room, stage_name};
-pub use config::{AgentConfig, FabricChoice, StartError};
+pub use config::{AgentConfig, FabricChoice, StartError, TlsConfig};
+pub use control::Limits;
 pub use kvxfer_proto::wire::MAX_META_BYTES;
 pub use order::{CallError, ExpectOrder, PushOrder, WaitError};
 pub use rooms::{AgentEvent, after_fork_in_child};

@@ -94,9 +94,10 @@ impl Driver {
     pub(super) fn control_event(&mut self, now: Time, event: ControlEvent) {
         match event {
             ControlEvent::NeedDescribe(conn, kind, met) => self.describe(now, conn, &kind, met),
+            ControlEvent::Established(conn, _, e) if !self.control.admit(conn, e.met.incarnation) => {}
             ControlEvent::Established(conn, kind, e) => match e.met.purpose {
                 Purpose::Transfer => self.session_up(now, conn, &kind, *e),
-                Purpose::Lookup | Purpose::Register => self.directory_up(conn, &kind),
+                Purpose::Lookup | Purpose::Register => self.directory_up(conn, &kind, e.met.purpose),
             },
             ControlEvent::Refused(conn, kind, met, reason) => self.refused(now, conn, &kind, met, &reason),
             ControlEvent::ProcessEnded(watch) => {
