@@ -89,7 +89,7 @@ fn less<K: Copy + Eq + std::hash::Hash>(map: &mut HashMap<K, usize>, key: K) {
 }
 
 impl Usage {
-    pub(super) fn from_origin(&self, origin: Origin) -> usize {
+    pub(super) fn of_origin(&self, origin: Origin) -> usize {
         self.by_origin.get(&origin).copied().unwrap_or(0)
     }
 
@@ -209,8 +209,8 @@ mod tests {
             }
         }
         assert_eq!(usage.strangers.len(), 8);
-        assert_eq!(usage.from_origin(honest), 3);
-        assert_eq!(usage.from_origin(hostile), 5);
+        assert_eq!(usage.of_origin(honest), 3);
+        assert_eq!(usage.of_origin(hostile), 5);
     }
 
     #[test]

@@ -295,7 +295,7 @@ impl Control {
             any = true;
             let origin = Origin::of(from.ip());
             if self.conns.len() >= self.limits.connections
-                || self.usage.from_origin(origin) >= self.limits.connections_per_address
+                || self.usage.of_origin(origin) >= self.limits.connections_per_address
             {
                 self.bad_connections += 1;
                 self.limited_connections += 1;

@@ -262,7 +262,8 @@ impl Driver {
     fn frame(&mut self, now: Time, conn: ConnId, kind: ConnKind, frame: Frame) {
         let Some(&(key, _)) = self.sessions.get(&conn) else {
             if let Msg::RoomFailed(m) = frame.msg {
-                self.node.handle_room_failed(now, m.room, m.reason);
+                let key = PeerKey { incarnation: frame.incarnation, direction: Direction::TheyGrant };
+                self.node.handle_room_failed(now, key, m.room, m.reason);
             } else {
                 self.directory_frame(now, conn, kind, frame);
             }

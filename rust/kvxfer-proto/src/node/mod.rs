@@ -191,7 +191,7 @@ impl Node {
             (Direction::TheyGrant, Msg::Cancel(m)) => self.cancel_arrived(now, key, m),
             (Direction::TheyGrant, Msg::Copied(m)) => self.copied_arrived(now, key, m),
             (Direction::TheyGrant, Msg::Finished(m)) => self.finished_arrived(now, key, m)?,
-            (Direction::TheyGrant, Msg::RoomFailed(m)) => self.handle_room_failed(now, m.room, m.reason),
+            (Direction::TheyGrant, Msg::RoomFailed(m)) => self.handle_room_failed(now, key, m.room, m.reason),
             (Direction::TheyGrant | Direction::WeGrant, Msg::Credit(_)) => {}
             (Direction::WeGrant, Msg::Drained(m)) => self.drained_arrived(now, key, m),
             (Direction::WeGrant, Msg::Ready(m)) => self.ready_arrived(now, key, m)?,

@@ -29,8 +29,16 @@ pub struct Config {
     pub quarantine_limit: u64,
     /// Rooms that may wait here, granted and not yet pushed, in all.
     pub early_grants: usize,
+    /// Of those, granted by one peer.
+    pub early_grants_per_peer: usize,
+    /// Pages in their lists, of one peer.
+    pub early_pages_per_peer: u64,
     /// Ended rooms that are remembered.
     pub tombstones: usize,
+    /// Of those, at one peer's word; past it the peer's own oldest is forgotten.
+    pub tombstones_per_peer: usize,
+    /// Peers that may be known; past it one that is idle is forgotten, or the new one refused.
+    pub peers: usize,
 }
 
 impl Default for Config {
@@ -45,7 +53,11 @@ impl Default for Config {
             waiting_timeout: Duration::from_secs(300),
             quarantine_limit: u64::MAX,
             early_grants: 65_536,
+            early_grants_per_peer: 16_384,
+            early_pages_per_peer: 16 << 20,
             tombstones: 65_536,
+            tombstones_per_peer: 16_384,
+            peers: 16_384,
         }
     }
 }
@@ -315,6 +327,8 @@ pub struct Counters {
     pub stale_refused: u64,
     /// Messages that broke the protocol.
     pub protocol_errors: u64,
+    /// Grants and sessions that were refused because a limit was reached.
+    pub limited: u64,
     /// Fences begun.
     pub fences: u64,
     /// Sessions that came up.

@@ -50,7 +50,7 @@ impl Node {
         let room = m.room;
         let Some(r) = self.outbound.get_mut(&room) else {
             // Success here and a failure of another rank there can cross; an unknown room leaves a tombstone.
-            self.tombs.put(self.cfg.tombstones, room, m.reason.clone(), false);
+            self.put_tomb(room, m.reason.clone(), false, Some(key));
             self.queue(now, key, Msg::Drained(Drained { room, seq: m.upto, reason: m.reason }));
             return;
         };
@@ -73,13 +73,21 @@ impl Node {
         self.settle_outbound(now, room);
     }
 
-    /// Word that a room failed before a grant for it was made.
-    pub fn handle_room_failed(&mut self, now: Time, room: Room, reason: Reason) {
+    /// Word from a peer that a room failed before a grant for it was made.
+    pub fn handle_room_failed(&mut self, now: Time, key: PeerKey, room: Room, reason: Reason) {
         if self.outbound.contains_key(&room) {
             self.fail_outbound(now, room, reason);
         } else {
-            self.tombs.put(self.cfg.tombstones, room, reason, false);
+            self.put_tomb(room, reason, false, Some(key));
         }
+    }
+
+    /// Remembers that a room has failed, at whose word if it was a peer's.
+    fn put_tomb(&mut self, room: Room, reason: Reason, told: bool, by: Option<PeerKey>) {
+        if let Some(key) = by {
+            self.tombs.make_room_for(self.cfg.tombstones_per_peer, key);
+        }
+        self.tombs.put_by(self.cfg.tombstones, room, reason, told, by);
     }
 
     pub(in crate::node) fn outbound_timer(&mut self, now: Time, room: Room) {
@@ -134,8 +142,10 @@ impl Node {
             self.emit(room, EventKind::Failed(reason.clone()), released, stats);
         } else {
             self.early_rooms = self.early_rooms.saturating_sub(1);
+            self.not_early(room);
         }
-        self.tombs.put(self.cfg.tombstones, room, reason, local);
+        let by = self.outbound.get(&room).filter(|_| !local).and_then(|r| r.dests.keys().next().copied());
+        self.put_tomb(room, reason, local, by);
         self.settle_outbound(now, room);
     }
 
