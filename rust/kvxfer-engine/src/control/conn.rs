@@ -179,6 +179,12 @@ impl Conn {
         self.fail(reason);
     }
 
+    /// The same for one that has just passed its handshake, whose last word is still to go out.
+    pub(super) fn turn_away(&mut self, reason: Reason) {
+        self.fault = Some(Fault::Limit);
+        self.finish(reason);
+    }
+
     pub(super) fn finish(&mut self, reason: Reason) {
         self.finishing.get_or_insert(reason);
     }

@@ -93,7 +93,7 @@ impl Usage {
         self.by_origin.get(&origin).copied().unwrap_or(0)
     }
 
-    /// A connection was accepted. Returns the one that has to go for it, if one has.
+    /// A connection was accepted. Returns the one that has to go for it, if one has; that one counts no more.
     pub(super) fn accepted(
         &mut self,
         limits: &Limits,
@@ -102,24 +102,23 @@ impl Usage {
     ) -> Option<(ConnId, String)> {
         *self.by_origin.entry(origin).or_insert(0) += 1;
         self.strangers.insert(id, origin);
-        let oldest = |of: Origin| self.strangers.iter().find(|(_, o)| **o == of).map(|(id, _)| *id);
         let own = self.strangers.values().filter(|o| **o == origin).count();
         let what = "connections are in their handshake";
-        if own > limits.handshakes_per_address {
-            return Some((
-                oldest(origin)?,
-                format!("more than {} {what} from one address", limits.handshakes_per_address),
-            ));
-        }
-        if self.strangers.len() <= limits.handshakes {
+        let (whose, text) = if own > limits.handshakes_per_address {
+            (origin, format!("more than {} {what} from one address", limits.handshakes_per_address))
+        } else if self.strangers.len() > limits.handshakes {
+            let mut count: BTreeMap<Origin, usize> = BTreeMap::new();
+            for origin in self.strangers.values() {
+                *count.entry(*origin).or_insert(0) += 1;
+            }
+            let (most, _) = count.into_iter().max_by_key(|(_, n)| *n)?;
+            (most, format!("more than {} {what}", limits.handshakes))
+        } else {
             return None;
-        }
-        let mut count: BTreeMap<Origin, usize> = BTreeMap::new();
-        for origin in self.strangers.values() {
-            *count.entry(*origin).or_insert(0) += 1;
-        }
-        let (most, _) = count.into_iter().max_by_key(|(_, n)| *n)?;
-        Some((oldest(most)?, format!("more than {} {what}", limits.handshakes)))
+        };
+        let oldest = self.strangers.iter().find(|(_, o)| **o == whose).map(|(id, _)| *id)?;
+        self.strangers.remove(&oldest);
+        Some((oldest, text))
     }
 
     /// A connection passed its handshake, or is about to be removed.
@@ -202,11 +201,15 @@ mod tests {
         for n in 0..3 {
             assert_eq!(usage.accepted(&limits, ConnId(n), honest), None);
         }
-        for n in 100..200 {
-            if let Some((id, _)) = usage.accepted(&limits, ConnId(n), hostile) {
-                assert!(id.0 >= 100, "an honest connection was closed for a hostile one");
-                usage.gone(id, Some(hostile), None);
-            }
+        // All at once, and their ends come later.
+        let victims: Vec<ConnId> = (100..200)
+            .filter_map(|n| usage.accepted(&limits, ConnId(n), hostile))
+            .map(|(id, _)| id)
+            .collect();
+        assert_eq!(victims.len(), 95);
+        for id in victims {
+            assert!(id.0 >= 100, "an honest connection was closed for a hostile one");
+            usage.gone(id, Some(hostile), None);
         }
         assert_eq!(usage.strangers.len(), 8);
         assert_eq!(usage.of_origin(honest), 3);

@@ -341,7 +341,7 @@ impl Control {
         }
         let most = self.limits.connections_per_peer;
         let text = format!("peer {peer} has {most} connections here already");
-        conn.limit(Reason::new(ReasonKind::Unhealthy, text));
+        conn.turn_away(Reason::new(ReasonKind::Unhealthy, text));
         self.touched.push(id);
         false
     }
