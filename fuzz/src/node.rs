@@ -373,7 +373,7 @@ fn push(n: u64, id: u64) -> Push {
         odd_page: None,
         tokens: (0, 4),
         layers: None,
-        last: id % 2 == 0,
+        last: id.is_multiple_of(2),
         meta: None,
         ready: true,
         bootstrap_timeout: None,

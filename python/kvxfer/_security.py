@@ -11,7 +11,7 @@ from pathlib import Path
 from kvxfer.errors import BadArgument
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Tls:
     """Mutual TLS 1.3 on an agent's control channel. Frozen.
 
@@ -41,7 +41,7 @@ class Tls:
     name: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What strangers and peers may use up of an agent before it closes their connections. Frozen.
 
@@ -119,7 +119,7 @@ def warn_if_open(address: str) -> None:
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     if not (mapped or ip).is_loopback:
         text = (
-            f"insecure=True: {address} is open to other hosts, with neither a secret nor TLS. Whoever reaches it "
-            "can read and write the KV pages"
+            f"insecure=True: {address} is open to other hosts, with neither a secret nor TLS. "
+            "Whoever reaches it can read and write the KV pages"
         )
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
