@@ -70,7 +70,7 @@ class Limits:
 
     connections: int = 16_384
     connections_per_address: int = 4096
-    connections_per_peer: int = 16
+    connections_per_peer: int = 64
     handshakes: int = 256
     handshakes_per_address: int = 128
     handshake_timeout: float = 10.0

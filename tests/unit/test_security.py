@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import socket
 import warnings
 from pathlib import Path
@@ -66,6 +67,27 @@ def test_every_limit_is_checked_and_reaches_the_engine(name: str) -> None:
     with pytest.raises(kx.BadArgument, match=name):
         kx.Limits(**{name: 1 << 40})
     agent(limits=kx.Limits(**{name: 1000})).close()
+
+
+def test_the_defaults_are_the_engines_and_the_documented_ones() -> None:
+    root = Path(__file__).parents[2]
+    engine = (root / "rust/kvxfer-engine/src/control/limits.rs").read_text()
+    node = (root / "rust/kvxfer-proto/src/node/types.rs").read_text()
+    wire = (root / "rust/kvxfer-proto/src/wire/mod.rs").read_text()
+    table = (root / "SECURITY.md").read_text()
+    for field in dataclasses.fields(kx.Limits):
+        said = re.search(
+            rf"\b{field.name}: ([\w<> :()]+),", engine.partition("fn default")[2].partition("\n}")[0]
+        )
+        said = said or re.search(rf"\b{field.name}: ([\w<> ]+),", node.partition("fn default")[2])
+        assert said, field.name
+        text = said[1].replace("Duration::from_secs", "")
+        if text == "MAX_FRAME_BYTES":
+            found = re.search(r"MAX_FRAME_BYTES: usize = ([\d <]+);", wire)
+            assert found
+            text = found[1]
+        assert eval(text) == field.default, field.name
+        assert f"`{field.name}`" in table, f"SECURITY.md does not list {field.name}"
 
 
 def test_a_limit_that_nobody_has_is_refused() -> None:

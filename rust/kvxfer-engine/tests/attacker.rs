@@ -301,32 +301,32 @@ fn versions_and_features_changed_on_the_way_are_found_out() {
     let edits: [fn(&mut Msg); 6] = [
         |m| {
             if let Msg::Hello(h) = m {
-                h.versions = (1, 9)
+                h.versions = (1, 9);
             }
         },
         |m| {
             if let Msg::Hello(h) = m {
-                h.versions = (0, 1)
+                h.versions = (0, 1);
             }
         },
         |m| {
             if let Msg::Hello(h) = m {
-                h.features = !h.features
+                h.features = !h.features;
             }
         },
         |m| {
             if let Msg::Hello(h) = m {
-                h.purpose = Purpose::Register
+                h.purpose = Purpose::Register;
             }
         },
         |m| {
             if let Msg::Challenge(c) = m {
-                c.features = !c.features
+                c.features = !c.features;
             }
         },
         |m| {
             if let Msg::Challenge(c) = m {
-                c.version = 2
+                c.version = 2;
             }
         },
     ];

@@ -359,7 +359,7 @@ fn a_tls_stream_that_is_cut_anywhere_ends_no_room_wrongly() {
         survives(&format!("cut after {at} bytes"), move || {
             let mut left: i64 = at;
             Box::new(move |_, bytes| {
-                left -= bytes.len() as i64;
+                left -= i64::try_from(bytes.len()).unwrap();
                 (left > 0).then_some(bytes)
             })
         });

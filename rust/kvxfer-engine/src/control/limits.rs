@@ -43,7 +43,7 @@ impl Default for Limits {
         Self {
             connections: 16_384,
             connections_per_address: 4096,
-            connections_per_peer: 16,
+            connections_per_peer: 64,
             handshakes: 256,
             handshakes_per_address: 128,
             handshake_timeout: Duration::from_secs(10),
