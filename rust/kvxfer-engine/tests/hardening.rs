@@ -27,7 +27,7 @@ fn shm(name: &str) -> Party {
 
 fn quick(name: &str) -> Party {
     party(name, side(0, 1), FabricChoice::Shm, true, |c| {
-        c.limits.handshake_timeout = Duration::from_millis(200)
+        c.limits.handshake_timeout = Duration::from_millis(200);
     })
 }
 

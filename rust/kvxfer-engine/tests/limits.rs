@@ -302,7 +302,7 @@ fn floods_of_requests_end_the_connection_that_they_come_on() {
     s.until_closed();
     drop(kept);
     listed(1);
-    assert!(p.agent.stats().limited_connections >= 3, "{:?}", p.agent.stats());
+    until(&p, "they are counted", |s| s.limited_connections >= 3);
     works(&mut p, &mut d, 1);
 }
 
