@@ -25,7 +25,7 @@ comma := ,
 more := $(if $(EXTRAS),$(comma)$(EXTRAS))
 setup = $(PYTHON) scripts/setup_env.py $(if $(EXPLICIT_PYTHON),--explicit-python)
 
-.PHONY: help demo test test-rust test-loom test-python soak sim-long lint fmt stubs wheel doctor bench-post clean
+.PHONY: help demo test test-rust test-loom test-python soak sim-long fuzz lint fmt stubs wheel doctor bench-post clean
 
 help: ## List the targets
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -96,8 +96,10 @@ soak: ## A million small hand-offs over shm and a tenth over UCX: nothing may gr
 	@$(setup) --extras ucx$(more) --extension
 	@$(BIN)/kvxfer soak --rooms 1000000 --fabric shm $(ARGS)
 	@$(BIN)/kvxfer soak --rooms 100000 --fabric ucx $(ARGS)
+fuzz: ## Fuzz codec, handshake and node for a minute each (SECONDS_EACH=60); needs nightly Rust and cargo-fuzz
+	@scripts/fuzz.sh
 
 clean: ## Remove the venv, build outputs and caches
-	@rm -rf $(VENV) target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	@rm -rf $(VENV) target fuzz/target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
 	@rm -f python/kvxfer/*.so
 	@find python scripts tests examples benches -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -28,6 +28,7 @@ from kvxfer._kvxfer import (
     plan_transfer,
 )
 from kvxfer._memory import Pool, alloc
+from kvxfer._security import Limits, Tls
 from kvxfer.errors import (
     AgentClosed,
     AuthError,
@@ -70,6 +71,7 @@ __all__ = [
     "InternalError",
     "KvxferError",
     "LayoutMismatch",
+    "Limits",
     "ListenError",
     "NotSupported",
     "PageError",
@@ -86,6 +88,7 @@ __all__ = [
     "RoomStats",
     "Shard",
     "StaleGrant",
+    "Tls",
     "TokensMismatch",
     "TransferTimeout",
     "Unhealthy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from kvxfer import _kvxfer
 from kvxfer._kvxfer import Event, PageLayout, Shard, Unreleased
 from kvxfer._memory import Layouts, Pool, groups_of, prepare, ucx_wheel_dir
+from kvxfer._security import Limits, Tls, tls_files, warn_if_open
 from kvxfer.errors import AuthError, BadArgument
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ class Agent(_kvxfer.Agent):
       in the layout's order; all regions of a group have the same number of pages. What owns the memory is
       kept alive until the agent is closed.
     * `listen` is `"host:port"`; port 0 lets the system choose, see `address`. An address that is not loopback
-      needs a secret.
+      needs a secret or TLS.
     * `directory` is the address of the engine's rank 0, with which the others register; None for rank 0
       itself.
     * `role` is `"both"`, `"prefill"` (only pushes; its memory may be read-only) or `"decode"` (only expects).
@@ -49,6 +51,10 @@ class Agent(_kvxfer.Agent):
       `ucx_tls` names UCX's transports instead of kvxfer's choice.
     * `secret` (str or bytes) must be the same on both sides; None takes it from the file
       `KVXFER_SECRET_FILE`, else from `KVXFER_SECRET`.
+    * `tls` is a `Tls` with the paths of certificates, also on both sides; None takes them from
+      `KVXFER_TLS_CERT`, `KVXFER_TLS_KEY` and `KVXFER_TLS_CA`. `insecure=True` listens on any address with
+      neither; it warns, since whoever reaches the port can then read and write the pages. `limits` is a
+      `Limits`: what others may use up.
     * `cpu` pins the transfer thread to a core; it spins `spin_us` microseconds before it sleeps;
       `queue_capacity` orders may wait for it; `slice_bytes` is how much it moves for one room before the next
       one has its turn.
@@ -97,6 +103,9 @@ class Agent(_kvxfer.Agent):
         model: str | None = None,
         fabric: Literal["auto", "shm", "ucx"] = "auto",
         secret: str | bytes | None = None,
+        tls: Tls | None = None,
+        insecure: bool = False,
+        limits: Limits | None = None,
         cpu: int | None = None,
         queue_capacity: int = 4096,
         spin_us: int = 50,
@@ -120,6 +129,7 @@ class Agent(_kvxfer.Agent):
                     f"ucx_tls={ucx_tls!r}, but the pool was allocated for {memory.ucx_tls!r}: "
                     "give both the same"
                 )
+        key, files = _secret(secret), tls_files(tls)
         self = super().__new__(
             cls,
             name,
@@ -135,7 +145,10 @@ class Agent(_kvxfer.Agent):
             role=role,
             model=model,
             fabric=fabric,
-            secret=_secret(secret),
+            secret=key,
+            tls=files,
+            insecure=insecure,
+            limits=None if limits is None else asdict(limits),
             cpu=cpu,
             queue_capacity=queue_capacity,
             spin_us=spin_us,
@@ -149,6 +162,8 @@ class Agent(_kvxfer.Agent):
             flaw=_flaw,
         )
         self._loops = {}
+        if insecure and key is None and files is None:
+            warn_if_open(self.address)
         _live.add(self)
         return self
 

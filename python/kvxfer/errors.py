@@ -66,7 +66,7 @@ class StaleGrant(KvxferError):
 
 
 class AuthError(KvxferError):
-    """The secret is missing, wrong or cannot be read."""
+    """The secret or a certificate is missing, wrong or cannot be read."""
 
 
 class PageError(KvxferError):

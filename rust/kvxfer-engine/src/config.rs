@@ -1,5 +1,6 @@
 //! How an agent is set up.
 
+use crate::control::Limits;
 use kvxfer_fabric::RegionSpan;
 use kvxfer_proto::Side;
 use kvxfer_proto::msg::Role;
@@ -33,6 +34,20 @@ impl FabricChoice {
     }
 }
 
+/// Files of an agent's TLS, all PEM. Both sides of every connection show a certificate and check the other's.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TlsConfig {
+    /// This agent's certificate, with the intermediate ones after it.
+    pub cert: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+    /// The authorities whose certificates are taken.
+    pub ca: PathBuf,
+    /// The DNS name or address that every peer's certificate must carry. Without one, who is dialled must carry the
+    /// host that was dialled, and who dials need only be signed by the authority.
+    pub name: Option<String>,
+}
+
 /// Everything an agent needs to start.
 #[derive(Clone, Debug)]
 pub struct AgentConfig {
@@ -60,6 +75,12 @@ pub struct AgentConfig {
     pub fabric: FabricChoice,
     /// Shared secret.
     pub secret: Option<Vec<u8>>,
+    /// TLS on the control channel, also beside a secret.
+    pub tls: Option<TlsConfig>,
+    /// Listen where other hosts reach it with neither a secret nor TLS.
+    pub insecure: bool,
+    /// What others may use up.
+    pub limits: Limits,
     /// Core for the transfer thread.
     pub cpu: Option<usize>,
     /// Orders that may wait for the thread.
@@ -68,8 +89,6 @@ pub struct AgentConfig {
     pub spin: Duration,
     /// Bytes of one slice of data work.
     pub slice_bytes: u64,
-    /// A connection that has not passed its handshake by then is closed.
-    pub handshake_timeout: Duration,
     /// UCX transports, instead of the defaults.
     pub ucx_tls: Option<String>,
     /// Folder of the `libucx` wheel's libraries, if it is installed.
@@ -96,11 +115,13 @@ impl AgentConfig {
             directory: None,
             fabric: FabricChoice::Auto,
             secret: None,
+            tls: None,
+            insecure: false,
+            limits: Limits::default(),
             cpu: None,
             queue_capacity: 4096,
             spin: Duration::from_micros(50),
             slice_bytes: 256 << 10,
-            handshake_timeout: Duration::from_secs(10),
             ucx_tls: None,
             ucx_wheel_dir: None,
             node: node::Config::default(),
@@ -125,7 +146,7 @@ pub enum StartError {
         /// The system's error, and what to do.
         why: String,
     },
-    /// No secret on an address that others reach.
+    /// Neither a secret nor TLS on an address that others reach, or files of TLS that cannot be used.
     #[error("{0}")]
     Auth(String),
     /// No fabric can be had.

@@ -9,7 +9,7 @@ use crate::address::{DEFAULT_PORT, HostPort};
 use crate::carriers::{Carriers, Which};
 use crate::clock::now;
 use crate::config::{AgentConfig, StartError};
-use crate::control::{ConnId, Control, ControlEvent, TOKEN_FABRIC, WatchId};
+use crate::control::{ConnId, Control, ControlEvent, Guard, TOKEN_FABRIC, TlsSetup, WatchId};
 use crate::primitive::lock;
 use crate::queue::Order;
 use crate::rooms::RoomShared;
@@ -149,8 +149,12 @@ impl Driver {
             &listen,
             shared.orders.signal.as_fd(),
             incarnation,
-            secret,
-            config.handshake_timeout,
+            Guard {
+                secret,
+                tls: config.tls.as_ref().map(TlsSetup::load).transpose()?,
+                insecure: config.insecure,
+                limits: config.limits,
+            },
         )?;
         let carriers = Carriers::new(config)?;
         let memory = LocalMemory::new(&config.regions).map_err(|e| StartError::Fabric(e.to_string()))?;
@@ -444,6 +448,9 @@ impl Driver {
         self.stats.frames_sent = self.control.frames_sent;
         self.stats.frames_received = self.control.frames_received;
         self.stats.bad_connections = self.control.bad_connections;
+        self.stats.limited_connections = self.control.limited_connections;
+        self.stats.slow_connections = self.control.slow_connections;
+        self.stats.auth_failures = self.control.auth_failures;
         self.shared.stats.try_set(&self.stats);
     }
 

@@ -46,7 +46,9 @@ pub use address::{DEFAULT_PORT, HostPort};
 #[cfg(not(loom))]
 pub use agent::{Agent, new_room, stage_name};
 #[cfg(not(loom))]
-pub use config::{AgentConfig, FabricChoice, StartError};
+pub use config::{AgentConfig, FabricChoice, StartError, TlsConfig};
+#[cfg(not(loom))]
+pub use control::Limits;
 #[cfg(not(loom))]
 pub use kvxfer_proto::wire::MAX_META_BYTES;
 #[cfg(not(loom))]

@@ -40,6 +40,12 @@ pub struct Stats {
     pub frames_received: u64,
     /// Connections refused or dropped for what came on them.
     pub bad_connections: u64,
+    /// Of those, past a limit: too many, too large, too often.
+    pub limited_connections: u64,
+    /// Of those, silent or too slow.
+    pub slow_connections: u64,
+    /// Connections that ended for want of the right secret or certificate.
+    pub auth_failures: u64,
 }
 
 /// The place where the thread leaves its statistics, at most every few milliseconds.

@@ -26,7 +26,9 @@ fn shm(name: &str) -> Party {
 }
 
 fn quick(name: &str) -> Party {
-    party(name, side(0, 1), FabricChoice::Shm, true, |c| c.handshake_timeout = Duration::from_millis(200))
+    party(name, side(0, 1), FabricChoice::Shm, true, |c| {
+        c.limits.handshake_timeout = Duration::from_millis(200);
+    })
 }
 
 fn descriptors() -> usize {

@@ -310,10 +310,9 @@ fn versions_that_do_not_meet_are_named_on_both_sides() {
 
 #[test]
 fn other_protocols_are_named_as_such() {
-    let cases: [(&[u8], &str); 5] = [
+    let cases: [(&[u8], &str); 4] = [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "GET / HTTP/1.1\\r\\n"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", "SSH-2.0-OpenSSH_"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "\\x16\\x03\\x01"),
         (&[0; 40], "\\x00\\x00"),
         (
             b"\x4a\0\0\0\x0a8.0.36\0aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
@@ -328,6 +327,17 @@ fn other_protocols_are_named_as_such() {
             assert_eq!(reason.kind, ReasonKind::ProtocolError);
             assert!(reason.text.contains("the peer is not kvxfer"), "{reason}");
             assert!(reason.text.contains(want), "{reason}");
+        }
+    }
+    // TLS, from either end: most likely kvxfer with other settings.
+    for bytes in [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".as_slice(), b"\x15\x03\x03\x00\x02\x02\x28"]
+    {
+        let pair = Pair::new(initiator(SECRET), acceptor(SECRET));
+        for (mut end, peer) in [(pair.i, "acceptor"), (pair.a, "initiator")] {
+            end.feed(bytes);
+            let reason = end.failure();
+            assert_eq!(reason.kind, ReasonKind::AuthError);
+            assert!(reason.text.contains(&format!("tls differs: the {peer} has TLS")), "{reason}");
         }
     }
     // kvxfer, but not where a connection starts.
@@ -517,4 +527,27 @@ fn states_can_be_stored_and_compared() {
     assert_eq!(initiator(SECRET), initiator(SECRET));
     assert_ne!(initiator(SECRET), initiator(None));
     assert!(!format!("{:?}", initiator(SECRET)).contains("horse"));
+}
+
+#[test]
+fn proofs_hold_for_the_channel_that_they_were_made_on() {
+    let channels = [None, Some([1; 32]), Some([2; 32])];
+    for a in channels {
+        for b in channels {
+            let mut pair = Pair::new(initiator(SECRET), acceptor(SECRET));
+            for (end, channel) in [(&mut pair.i, a), (&mut pair.a, b)] {
+                if let Some(channel) = channel {
+                    end.hs.bind(channel);
+                }
+            }
+            pair.run();
+            if a == b {
+                established(&pair.i.hs);
+                established(&pair.a.hs);
+            } else {
+                assert_eq!(pair.a.failure().kind, ReasonKind::AuthError, "{a:?} {b:?}");
+                assert_eq!(pair.i.failure().kind, ReasonKind::AuthError, "{a:?} {b:?}");
+            }
+        }
+    }
 }

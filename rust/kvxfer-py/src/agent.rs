@@ -12,7 +12,7 @@ use crate::shard::Shard;
 use crate::unreleased::Unreleased;
 use crate::waiter::Waiter;
 use crate::watch::Watch;
-use kvxfer_engine::{AgentConfig, ExpectOrder, FabricChoice, PushOrder, stage_name};
+use kvxfer_engine::{AgentConfig, ExpectOrder, FabricChoice, PushOrder, TlsConfig, stage_name};
 use kvxfer_fabric::{MemKind, RegionSpan};
 use kvxfer_proto::PushId;
 use kvxfer_proto::msg::{Role, Verify};
@@ -49,13 +49,13 @@ impl Agent {
     #[new]
     #[pyo3(signature = (name, layout, shard, regions, pages, owner, *, listen="127.0.0.1:0", directory=None,
                         engine=None, dp_rank=Int(0), role="both", model=None, fabric="auto", secret=None,
-                        cpu=None, queue_capacity=Int(4096), spin_us=Int(50), ucx_tls=None,
-                        ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None,
+                        tls=None, insecure=false, limits=None, cpu=None, queue_capacity=Int(4096),
+                        spin_us=Int(50), ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None,
                         quarantine_limit=None, slice_bytes=None, flaw=None),
            text_signature = "(name, layout, shard, regions, pages, owner, *, listen='127.0.0.1:0', \
                              directory=None, engine=None, dp_rank=0, role='both', model=None, fabric='auto', \
-                             secret=None, cpu=None, queue_capacity=4096, spin_us=50, ucx_tls=None, \
-                             ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None, \
+                             secret=None, tls=None, insecure=False, limits=None, cpu=None, \
+                             queue_capacity=4096, spin_us=50, ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None, \
                              quarantine_limit=None, slice_bytes=None, flaw=None)")]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn new(
@@ -74,6 +74,9 @@ impl Agent {
         model: Option<String>,
         fabric: &str,
         secret: Option<Vec<u8>>,
+        tls: Option<(PathBuf, PathBuf, PathBuf, Option<String>)>,
+        insecure: bool,
+        limits: Option<&Bound<'_, PyDict>>,
         cpu: Option<Int<usize>>,
         queue_capacity: Int<usize>,
         spin_us: Int<u64>,
@@ -118,6 +121,11 @@ impl Agent {
         config.dp_rank = dp_rank.0;
         config.model = model.unwrap_or_default();
         config.secret = secret;
+        config.tls = tls.map(|(cert, key, ca, name)| TlsConfig { cert, key, ca, name });
+        config.insecure = insecure;
+        if let Some(limits) = limits {
+            crate::limits::apply(limits, &mut config)?;
+        }
         config.cpu = cpu.map(|n| n.0);
         config.queue_capacity = queue_capacity.0;
         config.spin = Duration::from_micros(spin_us.0);
@@ -369,10 +377,13 @@ impl Agent {
     ///
     /// Counters: `succeeded`, `failed`, `cancelled`, `timed_out` (rooms), `stale_refused`, `protocol_errors`,
     /// `fences`, `sessions`, `moved_bytes`, `summed_bytes`, `writes`, `data_syscalls`, `slices`, `sleeps`, `frames_sent`,
-    /// `frames_received`, `bad_connections`. Gauges: `inbound`, `outbound` (rooms), `granted_pages`,
-    /// `quarantined_pages`, `peers`, `tombstones` (ended rooms that are remembered), `deliveries`, `queue_depth`,
-    /// `queued_events` (not polled yet), `known_rooms` (that calls can name), `unacknowledged` (control
-    /// messages), `timers`, `driver_entries` (of the transfer thread's own tables), `connections`.
+    /// `frames_received`; `bad_connections` (refused or dropped for what came on them), of those
+    /// `limited_connections` (past a limit) and `slow_connections` (silent or slow); `auth_failures` (no or a
+    /// wrong secret or certificate), `limited` (grants and sessions past a limit). Gauges: `inbound`, `outbound`
+    /// (rooms), `granted_pages`, `quarantined_pages`, `peers`, `tombstones` (ended rooms that are remembered),
+    /// `deliveries`, `queue_depth`, `queued_events` (not polled yet), `known_rooms` (that calls can name),
+    /// `unacknowledged` (control messages), `timers`, `driver_entries` (of the transfer thread's own tables),
+    /// `connections`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.inner.check(py)?;
         let s = self.inner.engine.stats();
@@ -395,6 +406,10 @@ impl Agent {
             ("frames_sent", s.frames_sent),
             ("frames_received", s.frames_received),
             ("bad_connections", s.bad_connections),
+            ("limited_connections", s.limited_connections),
+            ("slow_connections", s.slow_connections),
+            ("auth_failures", s.auth_failures),
+            ("limited", s.counters.limited),
             ("inbound", s.gauges.inbound),
             ("outbound", s.gauges.outbound),
             ("granted_pages", s.gauges.granted_pages),

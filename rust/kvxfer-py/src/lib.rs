@@ -9,6 +9,7 @@ mod errors;
 mod event;
 mod inner;
 mod layout;
+mod limits;
 mod memory;
 mod pages;
 mod plan;

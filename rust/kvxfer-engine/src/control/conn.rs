@@ -1,16 +1,19 @@
 //! One control connection.
 
 use super::ControlEvent;
+use super::limits::{Allowance, Limits, Origin};
+use super::tls::{Fed, TlsIo};
 use kvxfer_proto::handshake::{Handshake, Met, Outcome};
 use kvxfer_proto::msg::{Describe, Frame, Msg, Purpose};
 use kvxfer_proto::node::{PeerKey, Source};
-use kvxfer_proto::wire::{self, Decoded, Decoder, MAX_FRAME_BYTES};
-use kvxfer_proto::{Reason, ReasonKind, Time};
+use kvxfer_proto::wire::{self, Decoded, Decoder};
+use kvxfer_proto::{Incarnation, Reason, ReasonKind, Time};
 use rustix::event::epoll::EventFlags;
 use rustix::fd::{AsFd, BorrowedFd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::time::Duration;
 
 /// Names a connection of an agent.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -31,8 +34,19 @@ pub(crate) enum ConnKind {
 
 /// Read from one connection in one turn, so that a talkative one cannot starve the rest.
 const READ_PER_TURN: usize = 1 << 20;
-/// Bytes that may wait to be written before the peer counts as gone.
-const WRITE_LIMIT: usize = 256 << 20;
+/// Frames taken from one connection in one turn, for the same reason; one read may pass it.
+const FRAMES_PER_TURN: u64 = 1024;
+/// How long a stranger that was refused has to read why.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Whose fault the end of a connection was, for the statistics.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Fault {
+    /// It was past a limit.
+    Limit,
+    /// It was silent or slow.
+    Slow,
+}
 
 #[derive(Debug)]
 enum Phase {
@@ -51,14 +65,27 @@ pub(super) struct Conn {
     /// Addresses still to be tried.
     candidates: Vec<SocketAddr>,
     connecting: bool,
+    tls: Option<Box<TlsIo>>,
+    limits: Limits,
+    /// Whose share of the connections it takes.
+    pub(super) origin: Option<Origin>,
+    pub(super) counted: Option<Incarnation>,
+    allowance: Option<Allowance>,
     phase: Option<Phase>,
     described: bool,
+    /// A frame came after the handshake.
+    heard: bool,
     decoder: Decoder,
     out: Vec<u8>,
     written: usize,
     deadline: Time,
+    /// By when the frame that has begun must be whole.
+    partial: Option<Time>,
     /// The time was up once already.
     last_call: bool,
+    /// Refused, and told so: only its end is awaited, since closing with bytes unread would take the word back.
+    lingering: bool,
+    pub(super) fault: Option<Fault>,
     /// What epoll knows of this stream, if it knows it.
     registered: Option<EventFlags>,
     /// Close once everything is written.
@@ -71,38 +98,51 @@ impl Conn {
         id: ConnId,
         stream: TcpStream,
         h: Handshake,
+        tls: Option<TlsIo>,
+        limits: Limits,
         deadline: Time,
     ) -> std::io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         keep_alive(&stream)?;
-        let mut conn = Self::dialled(id, ConnKind::Accepted, deadline);
+        let mut conn = Self::dialled(id, ConnKind::Accepted, limits, deadline);
+        conn.tls = tls.map(Box::new);
         conn.stream = Some(stream);
         conn.phase = Some(Phase::Handshake(Box::new(h)));
         Ok(conn)
     }
 
-    pub(super) fn dialled(id: ConnId, kind: ConnKind, deadline: Time) -> Self {
+    pub(super) fn dialled(id: ConnId, kind: ConnKind, limits: Limits, deadline: Time) -> Self {
         Self {
             id,
             kind,
             stream: None,
             candidates: Vec::new(),
             connecting: false,
+            tls: None,
+            limits,
+            origin: None,
+            counted: None,
+            allowance: None,
             phase: None,
             described: false,
+            heard: false,
             decoder: Decoder::new(),
             out: Vec::new(),
             written: 0,
             deadline,
+            partial: None,
             last_call: false,
+            lingering: false,
+            fault: None,
             registered: None,
             finishing: None,
             failed: None,
         }
     }
 
-    pub(super) fn set_handshake(&mut self, h: Handshake) {
+    pub(super) fn set_handshake(&mut self, h: Handshake, tls: Option<TlsIo>) {
+        self.tls = tls.map(Box::new);
         self.phase = Some(Phase::Handshake(Box::new(h)));
         self.take_handshake_frames();
     }
@@ -133,12 +173,34 @@ impl Conn {
         self.failed.get_or_insert(reason);
     }
 
+    /// Ends a connection that is past a limit.
+    pub(super) fn limit(&mut self, reason: Reason) {
+        self.fault = Some(Fault::Limit);
+        self.fail(reason);
+    }
+
+    /// The same for one that has just passed its handshake, whose last word is still to go out.
+    pub(super) fn turn_away(&mut self, reason: Reason) {
+        self.fault = Some(Fault::Limit);
+        self.finish(reason);
+    }
+
     pub(super) fn finish(&mut self, reason: Reason) {
         self.finishing.get_or_insert(reason);
     }
 
     /// The time is up: a handshake ends and the peer is told; a peer that does not take what was left to say is cut off.
-    pub(super) fn time_is_up(&mut self, next: Time) {
+    pub(super) fn time_is_up(&mut self, now: Time, next: Time) {
+        if self.lingering {
+            self.fail(Reason::new(ReasonKind::PeerLost, "the peer was refused"));
+            return;
+        }
+        self.fault = Some(Fault::Slow);
+        if self.established() && self.partial.is_some_and(|at| at <= now) {
+            let text = "a frame of the peer was not whole in time";
+            self.fail(Reason::new(ReasonKind::PeerLost, text));
+            return;
+        }
         let reason = Reason::new(ReasonKind::TransferTimeout, "the peer does not answer");
         let last = std::mem::replace(&mut self.last_call, true);
         self.deadline = next;
@@ -163,9 +225,17 @@ impl Conn {
     }
 
     pub(super) fn deadline(&self) -> Option<Time> {
-        // A look-up is one question and one answer.
-        let stays = matches!(&self.phase, Some(Phase::Ready(met)) if met.purpose != Purpose::Lookup);
-        (!stays || self.finishing.is_some()).then_some(self.deadline)
+        // A look-up is one question and one answer, and who comes to register says so.
+        let stays = match &self.phase {
+            Some(Phase::Ready(met)) => match met.purpose {
+                Purpose::Transfer => true,
+                Purpose::Lookup => false,
+                Purpose::Register => self.kind != ConnKind::Accepted || self.heard,
+            },
+            _ => false,
+        };
+        let end = (!stays || self.finishing.is_some()).then_some(self.deadline);
+        end.into_iter().chain(self.partial.filter(|_| stays)).min()
     }
 
     pub(super) fn established(&self) -> bool {
@@ -178,7 +248,15 @@ impl Conn {
             // A connection that breaks while it is being ended was ended for the first reason.
             return Some(self.finishing.as_ref().unwrap_or(reason).clone());
         }
-        self.finishing.clone().filter(|_| self.written == self.out.len() && !self.connecting)
+        self.finishing.clone().filter(|_| self.is_flushed() && !self.connecting && !self.lingering)
+    }
+
+    /// Whether everything that can still be said is with the system.
+    fn is_flushed(&self) -> bool {
+        match &self.tls {
+            None => self.written == self.out.len(),
+            Some(tls) => !tls.wants_write() && (self.written == self.out.len() || !tls.is_up()),
+        }
     }
 
     pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
@@ -190,11 +268,7 @@ impl Conn {
     }
 
     pub(super) fn interest(&self) -> EventFlags {
-        if self.connecting || self.written < self.out.len() {
-            EventFlags::IN | EventFlags::OUT
-        } else {
-            EventFlags::IN
-        }
+        if self.connecting || !self.is_flushed() { EventFlags::IN | EventFlags::OUT } else { EventFlags::IN }
     }
 
     /// New interest, if it differs from what is registered, and whether nothing is.
@@ -245,7 +319,8 @@ impl Conn {
     fn read(&mut self, out: &mut Vec<ControlEvent>, received: &mut u64) {
         let mut buf = [0u8; 64 << 10];
         let mut total = 0;
-        while total < READ_PER_TURN && self.failed.is_none() {
+        let enough = received.saturating_add(FRAMES_PER_TURN);
+        while total < READ_PER_TURN && *received < enough && self.failed.is_none() {
             let Some(stream) = &mut self.stream else { return };
             match stream.read(&mut buf) {
                 Ok(0) => {
@@ -254,13 +329,15 @@ impl Conn {
                         h.handle_eof();
                         self.handshake_over(out);
                     }
-                    self.fail(Reason::new(ReasonKind::PeerLost, "the peer closed the connection"));
+                    let cut = self.tls.as_mut().is_some_and(|tls| tls.was_cut_off());
+                    let text =
+                        if cut { "the TLS stream was cut off" } else { "the peer closed the connection" };
+                    self.fail(Reason::new(ReasonKind::PeerLost, text));
                     return;
                 }
                 Ok(n) => {
                     total += n;
-                    self.decoder.feed(&buf[..n]);
-                    self.take_input(out, received);
+                    self.arrived(&buf[..n], out, received);
                     if n < buf.len() {
                         return;
                     }
@@ -277,6 +354,71 @@ impl Conn {
                     return;
                 }
             }
+        }
+    }
+
+    /// Bytes came from the socket.
+    fn arrived(&mut self, bytes: &[u8], out: &mut Vec<ControlEvent>, received: &mut u64) {
+        if self.lingering {
+            return;
+        }
+        let before = *received;
+        match &mut self.tls {
+            None => self.decoder.feed(bytes),
+            Some(tls) => match tls.feed(bytes, &mut self.decoder) {
+                Fed::Taken => {}
+                Fed::Up(binding) => {
+                    if let Some(Phase::Handshake(h)) = &mut self.phase {
+                        h.bind(binding);
+                    }
+                }
+                Fed::Plain => return self.peer_is_plain(out),
+                Fed::Broken(reason) => return self.tls_broke(reason),
+            },
+        }
+        self.take_input(out, received);
+        self.note_partial(before != *received);
+    }
+
+    /// The peer does not speak TLS. One that is kvxfer is told so in its own way, and nothing else.
+    fn peer_is_plain(&mut self, out: &mut Vec<ControlEvent>) {
+        let head = self.tls.take().map(|tls| tls.head().to_vec()).unwrap_or_default();
+        let dialled = self.kind != ConnKind::Accepted;
+        self.out.clear();
+        self.written = 0;
+        if let Some(Phase::Handshake(h)) = &mut self.phase {
+            let text = h.tls_differs(true);
+            // What answers a connection of ours may be anything; what it said helps to find out.
+            let shown = head.get(..16).unwrap_or(&head).escape_ascii();
+            let text = if dialled { format!("{text} (its first bytes are \"{shown}\")") } else { text };
+            h.abort(Reason::new(ReasonKind::AuthError, text));
+        }
+        self.handshake_over(out);
+        if dialled {
+            self.out.clear();
+        }
+    }
+
+    /// TLS ended the connection. Its alert goes out, nothing else does.
+    fn tls_broke(&mut self, reason: Reason) {
+        self.out.clear();
+        self.written = 0;
+        if let Some(Phase::Handshake(_)) = self.phase {
+            tracing::warn!(%reason, "a TLS handshake failed");
+            self.phase = None;
+        }
+        self.finish(reason);
+    }
+
+    /// A frame that has begun must be whole in time, or a peer could hold memory for ever at a byte a second.
+    fn note_partial(&mut self, whole_ones: bool) {
+        if self.decoder.pending().is_empty() {
+            self.partial = None;
+        } else if whole_ones || self.partial.is_none() {
+            let head = self.decoder.pending().first_chunk::<4>().copied().unwrap_or_default();
+            let announced = u64::from(u32::from_le_bytes(head)) >> 20;
+            let limit = self.limits.frame_timeout.saturating_add(Duration::from_secs(announced));
+            self.partial = Some(crate::clock::now().after(limit));
         }
     }
 
@@ -309,7 +451,7 @@ impl Conn {
         match h.outcome().cloned() {
             None => {}
             Some(Outcome::Established(e)) => {
-                self.decoder.set_cap(MAX_FRAME_BYTES);
+                self.decoder.set_cap(self.limits.frame_bytes);
                 self.phase = Some(Phase::Ready(e.met));
                 out.push(ControlEvent::Established(self.id, self.kind.clone(), e));
             }
@@ -318,6 +460,9 @@ impl Conn {
                 out.push(ControlEvent::Refused(self.id, self.kind.clone(), met, reason));
             }
             Some(Outcome::Failed(reason)) => {
+                if reason.kind == ReasonKind::AuthError {
+                    tracing::warn!(%reason, "a handshake failed");
+                }
                 self.finish(reason);
                 self.phase = None;
             }
@@ -335,6 +480,7 @@ impl Conn {
                 Ok(None) => return,
                 Ok(Some(decoded)) => {
                     *received += 1;
+                    self.heard = true;
                     let frame = match decoded {
                         Decoded::Frame(frame) => frame,
                         // A kind of a newer peer says nothing to us, but it has a place in the order of the link.
@@ -347,6 +493,13 @@ impl Conn {
                     };
                     if let Err(reason) = met.check(&frame) {
                         self.fail(reason);
+                    } else if !self.may_ask(&frame.msg) {
+                        let text = format!(
+                            "more than {} requests a second ({}): the peer floods this agent",
+                            self.limits.requests_per_second,
+                            frame.msg.name()
+                        );
+                        self.limit(Reason::new(ReasonKind::ProtocolError, text));
                     } else if !refused || matches!(frame.msg, Msg::RoomFailed(_)) {
                         out.push(ControlEvent::Frame(self.id, self.kind.clone(), frame));
                     }
@@ -354,6 +507,24 @@ impl Conn {
                 Err(e) => self.fail(Reason::new(ReasonKind::ProtocolError, e.to_string())),
             }
         }
+    }
+
+    /// Whether the peer keeps within the limit on what costs us an answer or more.
+    fn may_ask(&mut self, msg: &Msg) -> bool {
+        if !matches!(
+            msg,
+            Msg::Ping(_)
+                | Msg::Lookup(_)
+                | Msg::Register(_)
+                | Msg::Entries(_)
+                | Msg::Attach(_)
+                | Msg::Attached(_)
+                | Msg::Refuse(_)
+        ) {
+            return true;
+        }
+        let (now, rate) = (crate::clock::now().0, self.limits.requests_per_second);
+        self.allowance.get_or_insert_with(|| Allowance::new(now, rate)).take(now, rate)
     }
 
     pub(super) fn supply_describe(
@@ -366,16 +537,17 @@ impl Conn {
             h.supply_describe(describe);
             self.handshake_over(out);
             self.take_input(out, received);
+            self.note_partial(true);
         }
     }
 
     pub(super) fn send(&mut self, frame: &Frame) {
-        if self.out.len() - self.written > WRITE_LIMIT {
+        if self.out.len() - self.written > self.limits.unread_bytes {
             let text = format!(
                 "the peer has left {} bytes of control messages unread",
                 self.out.len() - self.written
             );
-            self.fail(Reason::new(ReasonKind::PeerLost, text));
+            self.limit(Reason::new(ReasonKind::PeerLost, text));
         } else if let Err(e) = wire::encode(frame, &mut self.out) {
             tracing::error!(error = %e, "a control frame could not be encoded");
             self.fail(Reason::new(ReasonKind::Internal, e.to_string()));
@@ -386,6 +558,64 @@ impl Conn {
         if self.connecting || self.failed.is_some() {
             return;
         }
+        if self.tls.is_some() {
+            self.write_sealed();
+        } else {
+            self.write_plain();
+        }
+        if self.failed.is_some() {
+            return;
+        }
+        if self.written == self.out.len() {
+            self.out.clear();
+            self.written = 0;
+            self.out.shrink_to(1 << 20);
+        } else if self.written > 1 << 20 {
+            self.out.drain(..self.written);
+            self.written = 0;
+        }
+        if self.finishing.is_some()
+            && self.phase.is_none()
+            && self.kind == ConnKind::Accepted
+            && self.is_flushed()
+        {
+            self.linger();
+        }
+    }
+
+    /// A stranger has been told why it is refused: it is to read that before the connection goes.
+    fn linger(&mut self) {
+        if let Some(stream) = self.stream.as_ref().filter(|_| !self.lingering) {
+            let _ = stream.shutdown(Shutdown::Write);
+            self.lingering = true;
+            self.deadline = crate::clock::now().after(LINGER.min(self.limits.handshake_timeout));
+        }
+    }
+
+    fn write_sealed(&mut self) {
+        loop {
+            let (Some(stream), Some(tls)) = (&mut self.stream, &mut self.tls) else { return };
+            self.written += tls.seal(&self.out[self.written..]);
+            if self.finishing.is_some() && self.written == self.out.len() {
+                tls.close();
+            }
+            if !tls.wants_write() {
+                return;
+            }
+            match tls.write(stream) {
+                Ok(n) if n > 0 => {}
+                Ok(_) => return,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return,
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => {
+                    self.fail(Reason::new(ReasonKind::PeerLost, format!("the connection broke: {e}")));
+                    return;
+                }
+            }
+        }
+    }
+
+    fn write_plain(&mut self) {
         while self.written < self.out.len() {
             let Some(stream) = &mut self.stream else { return };
             match stream.write(&self.out[self.written..]) {
@@ -399,14 +629,6 @@ impl Conn {
                 }
             }
         }
-        if self.written == self.out.len() {
-            self.out.clear();
-            self.written = 0;
-            self.out.shrink_to(1 << 20);
-        } else if self.written > 1 << 20 {
-            self.out.drain(..self.written);
-            self.written = 0;
-        }
     }
 }
 
@@ -414,8 +636,8 @@ impl Conn {
 fn keep_alive(stream: &TcpStream) -> std::io::Result<()> {
     use rustix::net::sockopt;
     sockopt::set_socket_keepalive(stream, true)?;
-    sockopt::set_tcp_keepidle(stream, std::time::Duration::from_secs(5))?;
-    sockopt::set_tcp_keepintvl(stream, std::time::Duration::from_secs(2))?;
+    sockopt::set_tcp_keepidle(stream, Duration::from_secs(5))?;
+    sockopt::set_tcp_keepintvl(stream, Duration::from_secs(2))?;
     sockopt::set_tcp_keepcnt(stream, 3)?;
     Ok(sockopt::set_tcp_user_timeout(stream, 15_000)?)
 }

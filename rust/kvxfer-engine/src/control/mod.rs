@@ -1,28 +1,28 @@
 //! The control channel: TCP connections, their handshakes, and frames in and out. No state of rooms here.
 
 mod conn;
+mod limits;
 mod names;
+mod tls;
 
 pub(crate) use conn::{ConnId, ConnKind};
+pub use limits::Limits;
+pub(crate) use tls::TlsSetup;
 
 use crate::address::HostPort;
 use crate::config::StartError;
-use conn::Conn;
+use conn::{Conn, Fault};
 use kvxfer_fabric::process::ProcessWatch;
 use kvxfer_proto::handshake::{self, Established, Met, Secret};
 use kvxfer_proto::msg::{Describe, Frame, Purpose};
 use kvxfer_proto::{Incarnation, Reason, ReasonKind, SessionNo, Time};
+use limits::{Origin, Usage};
 use names::Names;
 use rustix::event::epoll;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::time::Duration;
-
-/// Connections accepted at most; more are closed at once.
-const MAX_CONNECTIONS: usize = 16_384;
-/// Of those, how many may not have passed their handshake yet; past it the oldest is closed.
-const MAX_STRANGERS: usize = 256;
 
 /// Tokens of the descriptors that are not connections.
 pub(crate) const TOKEN_WAKE: u64 = 0;
@@ -71,13 +71,27 @@ pub(crate) struct Control {
     names: Names,
     incarnation: Incarnation,
     secret: Option<Secret>,
-    handshake_timeout: Duration,
+    tls: Option<TlsSetup>,
+    limits: Limits,
+    usage: Usage,
     ready: Vec<epoll::Event>,
     /// Connections with something to write or to report.
     touched: Vec<ConnId>,
     pub(crate) frames_sent: u64,
     pub(crate) frames_received: u64,
     pub(crate) bad_connections: u64,
+    pub(crate) limited_connections: u64,
+    pub(crate) slow_connections: u64,
+    pub(crate) auth_failures: u64,
+}
+
+/// Who may speak to an agent, and how much.
+pub(crate) struct Guard {
+    pub(crate) secret: Option<Secret>,
+    pub(crate) tls: Option<TlsSetup>,
+    /// Others may reach an agent that checks nobody.
+    pub(crate) insecure: bool,
+    pub(crate) limits: Limits,
 }
 
 fn os(call: &'static str) -> impl Fn(rustix::io::Errno) -> StartError {
@@ -89,8 +103,7 @@ impl Control {
         listen: &HostPort,
         wake: BorrowedFd<'_>,
         incarnation: Incarnation,
-        secret: Option<Secret>,
-        handshake_timeout: Duration,
+        guard: Guard,
     ) -> Result<Self, StartError> {
         let fail = |why: String| StartError::Listen { address: listen.to_string(), why };
         let addresses: Vec<SocketAddr> = (listen.host.as_str(), listen.port)
@@ -98,10 +111,15 @@ impl Control {
             .map_err(|e| fail(format!("{e}; listen on an address of this host")))?
             .collect();
         let first = *addresses.first().ok_or_else(|| fail("the host has no address".to_owned()))?;
-        if !first.ip().is_loopback() && secret.is_none() {
-            return Err(StartError::Auth(format!(
-                "listening on {listen}, which other hosts reach, needs a shared secret: pass secret=, or set KVXFER_SECRET_FILE or KVXFER_SECRET"
-            )));
+        if !first.ip().to_canonical().is_loopback() && guard.secret.is_none() && guard.tls.is_none() {
+            if !guard.insecure {
+                return Err(StartError::Auth(format!(
+                    "listening on {listen}, which other hosts reach, needs a shared secret or TLS: pass secret=, or set \
+                     KVXFER_SECRET_FILE or KVXFER_SECRET, or pass tls=; insecure=True lets whoever reaches the port read \
+                     and write the KV pages"
+                )));
+            }
+            tracing::warn!(%listen, "insecure: whoever reaches this port can read and write the KV pages");
         }
         let listener = TcpListener::bind(first).map_err(|e| {
             fail(if e.kind() == std::io::ErrorKind::AddrInUse {
@@ -128,13 +146,18 @@ impl Control {
             watches: 0,
             names,
             incarnation,
-            secret,
-            handshake_timeout,
+            secret: guard.secret,
+            tls: guard.tls,
+            limits: guard.limits,
+            usage: Usage::default(),
             ready: Vec::with_capacity(256),
             touched: Vec::new(),
             frames_sent: 0,
             frames_received: 0,
             bad_connections: 0,
+            limited_connections: 0,
+            slow_connections: 0,
+            auth_failures: 0,
         };
         this.watch(wake, TOKEN_WAKE)?;
         this.watch(this.listener.as_fd(), TOKEN_LISTENER)?;
@@ -206,9 +229,16 @@ impl Control {
         for id in touched.drain(..) {
             let Some(conn) = self.conns.get_mut(&id) else { continue };
             conn.write();
+            if conn.established() {
+                self.usage.no_stranger(id);
+            }
             if let Some(reason) = conn.over() {
                 let (kind, established) = (conn.kind.clone(), conn.established());
-                self.bad_connections += u64::from(!established);
+                self.bad_connections += u64::from(!established || conn.fault.is_some());
+                self.limited_connections += u64::from(conn.fault == Some(Fault::Limit));
+                self.slow_connections += u64::from(conn.fault == Some(Fault::Slow));
+                self.auth_failures += u64::from(reason.kind == ReasonKind::AuthError);
+                self.usage.gone(id, conn.origin, conn.counted);
                 self.conns.remove(&id);
                 out.push(ControlEvent::Closed { conn: id, kind, established, reason });
             } else if let Some((flags, new)) = conn.interest_changed() {
@@ -234,7 +264,7 @@ impl Control {
         for (id, conn) in &mut self.conns {
             let Some(deadline) = conn.deadline() else { continue };
             if deadline <= now {
-                conn.time_is_up(now.after(self.handshake_timeout));
+                conn.time_is_up(now, now.after(self.limits.handshake_timeout));
                 self.touched.push(*id);
             } else {
                 next = Some(next.map_or(deadline, |n: Time| n.min(deadline)));
@@ -252,8 +282,8 @@ impl Control {
         let mut any = false;
         // Bounded, so that a flood of connections cannot starve the data; the rest is accepted on the next turn.
         for _ in 0..64 {
-            let stream = match self.listener.accept() {
-                Ok((stream, _)) => stream,
+            let (stream, from) = match self.listener.accept() {
+                Ok(accepted) => accepted,
                 Err(e) => {
                     let errno = rustix::io::Errno::from_io_error(&e);
                     if matches!(errno, Some(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE)) {
@@ -263,22 +293,36 @@ impl Control {
                 }
             };
             any = true;
-            if self.conns.len() >= MAX_CONNECTIONS {
+            let origin = Origin::of(from.ip());
+            if self.conns.len() >= self.limits.connections
+                || self.usage.of_origin(origin) >= self.limits.connections_per_address
+            {
                 self.bad_connections += 1;
+                self.limited_connections += 1;
                 continue;
             }
             let Some(config) = self.handshake_config() else { continue };
+            let Ok(tls) = self.tls.as_ref().map(TlsSetup::acceptor).transpose() else { continue };
             let id = self.new_id();
             let conn = Conn::accepted(
                 id,
                 stream,
                 handshake::Handshake::acceptor(config),
-                now.after(self.handshake_timeout),
+                tls,
+                self.limits,
+                now.after(self.limits.handshake_timeout),
             );
             match conn {
-                Ok(conn) => {
+                Ok(mut conn) => {
+                    conn.origin = Some(origin);
                     self.add(conn);
-                    self.limit_strangers();
+                    // Strangers must not use up the engine's descriptors, nor one of them another's share.
+                    if let Some((id, text)) = self.usage.accepted(&self.limits, id, origin)
+                        && let Some(conn) = self.conns.get_mut(&id)
+                    {
+                        conn.limit(Reason::new(ReasonKind::PeerLost, text));
+                        self.touched.push(id);
+                    }
                 }
                 Err(_) => self.bad_connections += 1,
             }
@@ -286,20 +330,32 @@ impl Control {
         any
     }
 
-    /// Strangers must not use up the engine's descriptors: the one that has waited longest goes first.
-    fn limit_strangers(&mut self) {
-        if self.conns.len() <= MAX_STRANGERS {
-            return;
+    /// Counts an accepted connection to its peer. One too many is closed, and is nobody's.
+    pub(crate) fn admit(&mut self, id: ConnId, peer: Incarnation) -> bool {
+        let Some(conn) = self.conns.get_mut(&id).filter(|c| c.kind == ConnKind::Accepted) else {
+            return true;
+        };
+        if self.usage.admit(&self.limits, peer) {
+            conn.counted = Some(peer);
+            return true;
         }
-        let strangers = || self.conns.values().filter(|c| c.kind == ConnKind::Accepted && !c.established());
-        if strangers().count() > MAX_STRANGERS
-            && let Some(oldest) = strangers().map(|c| c.id).min()
-            && let Some(conn) = self.conns.get_mut(&oldest)
-        {
-            let text = format!("more than {MAX_STRANGERS} connections are in their handshake");
-            conn.fail(Reason::new(ReasonKind::PeerLost, text));
-            self.touched.push(oldest);
+        let most = self.limits.connections_per_peer;
+        let text = format!("peer {peer} has {most} connections here already");
+        conn.turn_away(Reason::new(ReasonKind::Unhealthy, text));
+        self.touched.push(id);
+        false
+    }
+
+    /// Closes a connection that asked for more than a limit allows.
+    pub(crate) fn limit(&mut self, id: ConnId, reason: Reason) {
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.limit(reason);
+            self.touched.push(id);
         }
+    }
+
+    pub(crate) fn limits(&self) -> &Limits {
+        &self.limits
     }
 
     /// No descriptor is left: whoever waits is turned away with the one that was kept for that, or the listener would stay
@@ -345,11 +401,15 @@ impl Control {
             ConnKind::Accepted | ConnKind::Transfer(_) => Purpose::Transfer,
         };
         let id = self.new_id();
-        let deadline = now.after(self.handshake_timeout);
-        let mut conn = Conn::dialled(id, kind, deadline);
-        match self.handshake_config() {
-            Some(config) => conn.set_handshake(handshake::Handshake::initiator(config, purpose, session)),
-            None => conn.fail(Reason::new(ReasonKind::Internal, "the system has no randomness")),
+        let deadline = now.after(self.limits.handshake_timeout);
+        let mut conn = Conn::dialled(id, kind, self.limits, deadline);
+        let tls = self.tls.as_ref().map(|tls| tls.initiator(&address.host)).transpose();
+        match (self.handshake_config(), tls) {
+            (Some(config), Ok(tls)) => {
+                conn.set_handshake(handshake::Handshake::initiator(config, purpose, session), tls);
+            }
+            (_, Err(reason)) => conn.fail(reason),
+            (None, _) => conn.fail(Reason::new(ReasonKind::Internal, "the system has no randomness")),
         }
         match address.literal() {
             Some(socket) => conn.connect(&[socket]),

@@ -4,14 +4,11 @@ use super::peers::is_final;
 use super::{Driver, Retry};
 use crate::address::{DEFAULT_PORT, HostPort};
 use crate::control::{ConnId, ConnKind};
-use kvxfer_proto::msg::{Entries, Entry, Frame, Lookup, Msg};
+use kvxfer_proto::msg::{Entries, Entry, Frame, Lookup, Msg, Purpose};
 use kvxfer_proto::node::{Direction, PeerKey, RankInfo, Resolving, Source};
 use kvxfer_proto::{Reason, ReasonKind, SessionNo, Side, Time};
 use std::collections::HashMap;
 use std::net::SocketAddr;
-
-/// Ranks that may be registered.
-const MAX_ENTRIES: usize = 4096;
 
 /// Times that a directory is asked only to tell its ranks of rooms that have ended; some 5 s in all.
 const TRIES_TO_TELL: u32 = 12;
@@ -24,6 +21,8 @@ pub(super) struct Directory {
     registering: Option<ConnId>,
     /// Look-ups of ours, by connection.
     lookups: HashMap<ConnId, Source>,
+    /// What others came for, by connection; a look-up is one question.
+    visitors: HashMap<ConnId, Purpose>,
     /// Registered ranks, by the connection that keeps them.
     entries: Vec<(ConnId, Entry)>,
 }
@@ -78,7 +77,7 @@ impl Driver {
     }
 
     /// A connection to a directory, or to us as one, passed its handshake.
-    pub(super) fn directory_up(&mut self, conn: ConnId, kind: &ConnKind) {
+    pub(super) fn directory_up(&mut self, conn: ConnId, kind: &ConnKind, purpose: Purpose) {
         match kind {
             ConnKind::Lookup(_) => self.send_plain(conn, Msg::Lookup(Lookup { engine: String::new() })),
             ConnKind::Register => {
@@ -86,7 +85,10 @@ impl Driver {
                 let entry = self.own_entry(conn);
                 self.send_plain(conn, Msg::Register(entry));
             }
-            ConnKind::Accepted | ConnKind::Transfer(_) => {}
+            ConnKind::Accepted => {
+                self.directory.visitors.insert(conn, purpose);
+            }
+            ConnKind::Transfer(_) => {}
         }
     }
 
@@ -113,7 +115,10 @@ impl Driver {
 
     pub(super) fn directory_frame(&mut self, now: Time, conn: ConnId, kind: ConnKind, frame: Frame) {
         match (kind, frame.msg) {
-            (ConnKind::Accepted, Msg::Lookup(m)) => {
+            (ConnKind::Accepted, Msg::Lookup(m))
+                if self.directory.visitors.get(&conn) == Some(&Purpose::Lookup) =>
+            {
+                self.directory.visitors.remove(&conn);
                 let mut entries = vec![self.own_entry(conn)];
                 entries.extend(self.directory.entries.iter().map(|(_, e)| e.clone()));
                 if !m.engine.is_empty() {
@@ -121,13 +126,26 @@ impl Driver {
                 }
                 self.send_plain(conn, Msg::Entries(Entries { entries }));
             }
-            (ConnKind::Accepted, Msg::Register(entry)) => {
+            (ConnKind::Accepted, Msg::Register(entry))
+                if self.directory.visitors.get(&conn) == Some(&Purpose::Register) =>
+            {
                 // A rank that restarted takes its old entry's place, also before the old connection is seen to end.
                 let same = |e: &Entry| {
                     (&e.engine, e.dp_rank, e.shard) == (&entry.engine, entry.dp_rank, entry.shard)
                 };
-                self.directory.entries.retain(|(c, e)| *c != conn && !same(e));
-                if self.directory.entries.len() < MAX_ENTRIES && entry.incarnation == frame.incarnation {
+                // An agent is one rank, however many connections it has.
+                let incarnation = frame.incarnation;
+                self.directory
+                    .entries
+                    .retain(|(c, e)| *c != conn && !same(e) && e.incarnation != incarnation);
+                let most = self.control.limits().registrations;
+                if entry.incarnation != incarnation {
+                    let text = format!("incarnation {incarnation} registers {}", entry.incarnation);
+                    self.control.close(conn, Reason::new(ReasonKind::ProtocolError, text));
+                } else if self.directory.entries.len() >= most {
+                    let text = format!("{most} ranks have registered already");
+                    self.control.limit(conn, Reason::new(ReasonKind::Unhealthy, text));
+                } else {
                     self.directory.entries.push((conn, entry));
                 }
             }
@@ -171,7 +189,10 @@ impl Driver {
 
     pub(super) fn directory_closed(&mut self, now: Time, conn: ConnId, kind: ConnKind, reason: Reason) {
         match kind {
-            ConnKind::Accepted => self.directory.entries.retain(|(c, _)| *c != conn),
+            ConnKind::Accepted => {
+                self.directory.visitors.remove(&conn);
+                self.directory.entries.retain(|(c, _)| *c != conn);
+            }
             ConnKind::Register => {
                 if self.directory.registering == Some(conn) {
                     self.directory.registering = None;

@@ -94,9 +94,10 @@ impl Driver {
     pub(super) fn control_event(&mut self, now: Time, event: ControlEvent) {
         match event {
             ControlEvent::NeedDescribe(conn, kind, met) => self.describe(now, conn, &kind, met),
+            ControlEvent::Established(conn, _, e) if !self.control.admit(conn, e.met.incarnation) => {}
             ControlEvent::Established(conn, kind, e) => match e.met.purpose {
                 Purpose::Transfer => self.session_up(now, conn, &kind, *e),
-                Purpose::Lookup | Purpose::Register => self.directory_up(conn, &kind),
+                Purpose::Lookup | Purpose::Register => self.directory_up(conn, &kind, e.met.purpose),
             },
             ControlEvent::Refused(conn, kind, met, reason) => self.refused(now, conn, &kind, met, &reason),
             ControlEvent::ProcessEnded(watch) => {
@@ -261,7 +262,8 @@ impl Driver {
     fn frame(&mut self, now: Time, conn: ConnId, kind: ConnKind, frame: Frame) {
         let Some(&(key, _)) = self.sessions.get(&conn) else {
             if let Msg::RoomFailed(m) = frame.msg {
-                self.node.handle_room_failed(now, m.room, m.reason);
+                let key = PeerKey { incarnation: frame.incarnation, direction: Direction::TheyGrant };
+                self.node.handle_room_failed(now, key, m.room, m.reason);
             } else {
                 self.directory_frame(now, conn, kind, frame);
             }

@@ -41,10 +41,11 @@ impl fmt::Debug for Secret {
     }
 }
 
-fn mac(secret: Option<&Secret>, label: &[u8], transcript: &[u8]) -> Hmac<Sha256> {
+fn mac(secret: Option<&Secret>, label: &[u8], transcript: &[u8], channel: Option<&[u8; 32]>) -> Hmac<Sha256> {
     let key = secret.map_or([0; BLOCK], |secret| secret.0);
     let mut mac = Hmac::<Sha256>::new(&key.into());
-    for part in [label, transcript] {
+    // Each part with its length, so that no two rows of parts have the same bytes.
+    for part in [label, transcript].into_iter().chain(channel.map(<[u8; 32]>::as_slice)) {
         mac.update(&(part.len() as u64).to_le_bytes());
         mac.update(part);
     }
@@ -52,13 +53,24 @@ fn mac(secret: Option<&Secret>, label: &[u8], transcript: &[u8]) -> Hmac<Sha256>
 }
 
 /// The proof of knowing `secret` in this transcript.
-pub(super) fn prove(secret: Option<&Secret>, label: &[u8], transcript: &[u8]) -> [u8; 32] {
-    mac(secret, label, transcript).finalize().into_bytes().into()
+pub(super) fn prove(
+    secret: Option<&Secret>,
+    label: &[u8],
+    transcript: &[u8],
+    channel: Option<&[u8; 32]>,
+) -> [u8; 32] {
+    mac(secret, label, transcript, channel).finalize().into_bytes().into()
 }
 
 /// Whether the proof is right, in time that does not depend on where it is wrong.
-pub(super) fn verify(secret: Option<&Secret>, label: &[u8], transcript: &[u8], proof: &[u8; 32]) -> bool {
-    mac(secret, label, transcript).verify_slice(proof).is_ok()
+pub(super) fn verify(
+    secret: Option<&Secret>,
+    label: &[u8],
+    transcript: &[u8],
+    channel: Option<&[u8; 32]>,
+    proof: &[u8; 32],
+) -> bool {
+    mac(secret, label, transcript, channel).verify_slice(proof).is_ok()
 }
 
 #[cfg(test)]
@@ -74,7 +86,7 @@ mod tests {
             want.update(b"who");
             want.update(&4u64.to_le_bytes());
             want.update(b"said");
-            let got = prove(Secret::new(&key).as_ref(), b"who", b"said");
+            let got = prove(Secret::new(&key).as_ref(), b"who", b"said", None);
             assert_eq!(got.as_slice(), want.finalize().into_bytes().as_slice(), "key of {len} bytes");
         }
     }

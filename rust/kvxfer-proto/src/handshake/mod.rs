@@ -15,7 +15,8 @@
 //! MAC is a mere checksum, and [`Met::authenticated`] says so.
 //!
 //! The handshake authenticates the peer, not each later byte: whoever can change bytes of a connection
-//! between two honest agents can change frames after it. That is what TLS is for.
+//! between two honest agents can change frames after it. That is what TLS is for; over it, the proofs also cover the
+//! channel ([`Handshake::bind`]).
 
 mod auth;
 mod fit;
@@ -143,6 +144,16 @@ enum Part {
     Acceptor,
 }
 
+impl Part {
+    /// Names of the peer and of this side.
+    const fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Initiator => ("acceptor", "initiator"),
+            Self::Acceptor => ("initiator", "acceptor"),
+        }
+    }
+}
+
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 enum Phase {
     Hello,
@@ -182,6 +193,8 @@ pub struct Handshake {
     peer: Option<Incarnation>,
     /// Exact bytes of the frames that the next proof covers.
     transcript: Vec<u8>,
+    /// What else they cover.
+    channel: Option<[u8; 32]>,
     out: VecDeque<Vec<u8>>,
 }
 
@@ -219,6 +232,7 @@ impl Handshake {
             features: 0,
             peer: None,
             transcript: Vec::new(),
+            channel: None,
             out: VecDeque::new(),
         }
     }
@@ -283,6 +297,23 @@ impl Handshake {
         // A reason's text is cut to fit, so this cannot fail; if it did, the peer would see the connection close.
         drop(self.send(session, Msg::Refuse(reason.clone())));
         self.phase = Phase::Over(Outcome::Failed(reason));
+    }
+
+    /// The text for a peer where one side has TLS and the other has none. Both sides read it.
+    #[must_use]
+    pub fn tls_differs(&self, here: bool) -> String {
+        let (peer, this) = self.part.names();
+        let (with, without) = if here { (this, peer) } else { (peer, this) };
+        format!(
+            "authentication failed: tls differs: the {with} has TLS and the {without} has none; give both agents \
+             `tls` with certificates of one authority, or neither"
+        )
+    }
+
+    /// Binds the proofs to the channel that carries this handshake (for TLS: its exported key), so that whoever sits
+    /// between two channels cannot pass the proofs on. Before the first input; both sides or none.
+    pub fn bind(&mut self, channel: [u8; 32]) {
+        self.channel = Some(channel);
     }
 
     /// The next encoded frame to send.
@@ -365,6 +396,11 @@ impl Handshake {
 
     fn broken(&mut self, what: &str, bytes: &[u8]) {
         const SHOWN: usize = 16;
+        if matches!(self.phase, Phase::Hello | Phase::Challenge) && wire::looks_like_tls(bytes) == Some(true)
+        {
+            self.abort(auth(self.tls_differs(false)));
+            return;
+        }
         let text = if matches!(self.phase, Phase::Hello | Phase::Challenge) {
             let start = bytes.get(..SHOWN).unwrap_or(bytes).escape_ascii();
             format!(
@@ -472,7 +508,12 @@ impl Handshake {
         }
         (self.version, self.features) = (challenge.version, challenge.features & self.config.features);
         self.transcript.extend_from_slice(raw);
-        let mac = auth::prove(self.config.secret.as_ref(), auth::INITIATOR, &self.transcript);
+        let mac = auth::prove(
+            self.config.secret.as_ref(),
+            auth::INITIATOR,
+            &self.transcript,
+            self.channel.as_ref(),
+        );
         self.send_covered(self.session, Msg::Proof(Proof { mac }));
         self.phase = Phase::Accept;
         Ok(())
@@ -481,7 +522,8 @@ impl Handshake {
     fn on_proof(&mut self, proof: &Proof, raw: &[u8], incarnation: Incarnation) -> Result<(), Reason> {
         self.check_proof(auth::INITIATOR, proof)?;
         self.transcript.extend_from_slice(raw);
-        let mac = auth::prove(self.config.secret.as_ref(), auth::ACCEPTOR, &self.transcript);
+        let mac =
+            auth::prove(self.config.secret.as_ref(), auth::ACCEPTOR, &self.transcript, self.channel.as_ref());
         self.send_covered(self.session, Msg::Accept(Proof { mac }));
         self.authenticated(incarnation);
         Ok(())
@@ -497,19 +539,17 @@ impl Handshake {
 
     fn check_proof(&self, label: &[u8], proof: &Proof) -> Result<(), Reason> {
         let secret = self.config.secret.as_ref();
-        if auth::verify(secret, label, &self.transcript, &proof.mac) {
+        let channel = self.channel.as_ref();
+        if auth::verify(secret, label, &self.transcript, channel, &proof.mac) {
             return Ok(());
         }
-        let (peer, this) = match self.part {
-            Part::Initiator => ("acceptor", "initiator"),
-            Part::Acceptor => ("initiator", "acceptor"),
-        };
+        let (peer, this) = self.part.names();
         // Both sides read this text, so it names sides, not "you" and "me".
         Err(auth(if secret.is_none() {
             format!(
                 "authentication failed: the {this} has no secret, and the {peer}'s proof does not verify without one; {SECRET_HELP}"
             )
-        } else if auth::verify(None, label, &self.transcript, &proof.mac) {
+        } else if auth::verify(None, label, &self.transcript, channel, &proof.mac) {
             format!("authentication failed: the {this} has a secret and the {peer} has none; {SECRET_HELP}")
         } else {
             format!(

@@ -203,7 +203,7 @@ impl Node {
             (Direction::TheyGrant, Msg::Copied(m)) => self.copied_arrived(now, key, m),
             (Direction::TheyGrant, Msg::Finished(m)) => self.finished_arrived(now, key, m)?,
             (Direction::TheyGrant, Msg::RoomFailed(m)) => {
-                self.handle_room_failed(now, m.room, m.reason);
+                self.handle_room_failed(now, key, m.room, m.reason);
                 self.heard_of(m.room, key, None);
             }
             (Direction::TheyGrant | Direction::WeGrant, Msg::Credit(_)) => {}
@@ -245,7 +245,11 @@ impl Node {
     }
 
     fn tomb_limits(&self) -> tomb::Limits {
-        tomb::Limits { open: self.cfg.tombstones, settled: self.cfg.settled_tombstones }
+        tomb::Limits {
+            open: self.cfg.tombstones,
+            settled: self.cfg.settled_tombstones,
+            per_peer: self.cfg.tombstones_per_peer,
+        }
     }
 
     /// Remembers a room that failed.

@@ -130,6 +130,10 @@ impl Outbound {
     }
 }
 
+fn page_count(lists: &[Arc<[u32]>]) -> u64 {
+    lists.iter().map(|list| list.len() as u64).sum()
+}
+
 impl Node {
     pub(super) fn grant_arrived(&mut self, now: Time, key: PeerKey, g: Grant) {
         let room = g.room;
@@ -148,6 +152,10 @@ impl Node {
         } else if !self.outbound.contains_key(&room) && self.early_rooms >= self.cfg.early_grants {
             let text =
                 format!("{} granted rooms already wait for a push on this prefill agent", self.early_rooms);
+            self.counters.limited += 1;
+            Some(Reason::new(ReasonKind::Unhealthy, text))
+        } else if let Some(text) = self.too_early(key, &g) {
+            self.counters.limited += 1;
             Some(Reason::new(ReasonKind::Unhealthy, text))
         } else {
             self.bad_grant(&g)
@@ -179,6 +187,12 @@ impl Node {
             return;
         }
         r.ranks = Some(g.ranks);
+        if !r.local
+            && let Some(peer) = self.peers.get_mut(&key)
+        {
+            let (rooms, pages) = peer.early;
+            peer.early = (rooms + 1, pages.saturating_add(page_count(&g.pages)));
+        }
         r.dests.insert(
             key,
             Dest {
@@ -203,6 +217,33 @@ impl Node {
             self.timers.set(r.progress.patience.at, Timer::Outbound(room));
         }
         self.pump_room(now, room);
+    }
+
+    /// Why this peer may not grant one more room that nothing was pushed for yet: nobody may use up another's share.
+    fn too_early(&self, key: PeerKey, g: &Grant) -> Option<String> {
+        if self.outbound.get(&g.room).is_some_and(|r| r.local) {
+            return None;
+        }
+        let (rooms, pages) = self.peers.get(&key)?.early;
+        let (most, most_pages) = (self.cfg.early_grants_per_peer, self.cfg.early_pages_per_peer);
+        (rooms >= most || pages.saturating_add(page_count(&g.pages)) > most_pages).then(|| {
+            format!(
+                "room {}: {rooms} rooms with {pages} pages that this peer granted wait for a push already; {most} rooms \
+                 and {most_pages} pages may (early_grants_per_peer, early_pages_per_peer)",
+                g.room
+            )
+        })
+    }
+
+    /// A room that peers had granted early has been pushed, or has failed: it counts no more against them.
+    fn not_early(&mut self, room: Room) {
+        let Some(r) = self.outbound.get(&room) else { return };
+        for (key, dest) in &r.dests {
+            if let Some(peer) = self.peers.get_mut(key) {
+                let (rooms, pages) = peer.early;
+                peer.early = (rooms.saturating_sub(1), pages.saturating_sub(page_count(&dest.pages)));
+            }
+        }
     }
 
     fn bad_grant(&self, g: &Grant) -> Option<Reason> {

@@ -39,6 +39,8 @@ pub(super) struct Peer {
     next_seq: u64,
     /// Ranks of its engine, once it has said.
     pub(super) ranks: Option<u32>,
+    /// Rooms that it granted and that nothing was pushed for yet, and the pages in their lists.
+    pub(super) early: (usize, u64),
 }
 
 impl Peer {
@@ -137,6 +139,14 @@ impl Node {
     /// A session passed its handshake. From its first frame on, nothing of an older session counts.
     pub fn handle_session_up(&mut self, now: Time, up: SessionUp) {
         let key = up.peer;
+        if !self.peers.contains_key(&key) && self.peers.len() >= self.cfg.peers && !self.forget_idle_peer() {
+            self.counters.limited += 1;
+            let text = format!("{} peers are known here already, and none of them is idle", self.peers.len());
+            let reason = Reason::new(ReasonKind::Unhealthy, text);
+            self.actions.push_back(Action::DropSession { peer: key, session: up.session, reason });
+            self.actions.push_back(Action::Forget(key));
+            return;
+        }
         let shard = up.side.shard;
         let peer = self.peer_mut(key);
         peer.name = up.name;
@@ -398,6 +408,21 @@ impl Node {
         if self.peers.get(&key).is_some_and(|p| p.dead || p.gone) {
             self.forget_peer(key);
         }
+    }
+
+    /// Makes room for a new peer: the one that has been away longest goes, if nothing depends on it.
+    fn forget_idle_peer(&mut self) -> bool {
+        let away = |(key, p): (&PeerKey, &Peer)| {
+            let idle = p.session.is_none() && p.fence == Fence::Open && !p.dead;
+            p.lost_since.filter(|_| idle).map(|since| (since, *key))
+        };
+        let mut idle: Vec<(Time, PeerKey)> = self.peers.iter().filter_map(away).collect();
+        idle.sort_unstable();
+        let found = idle.into_iter().map(|(_, key)| key).find(|key| !self.is_busy(*key));
+        if let Some(key) = found {
+            self.forget_peer(key);
+        }
+        found.is_some()
     }
 
     fn forget_peer(&mut self, key: PeerKey) {

@@ -2,12 +2,13 @@
 //!
 //! How long depends on what can still come. A room is *settled* once this side's caller has had its end and every
 //! decode rank has said its word on it: nothing that honest sides send names it any more, and a short memory serves
-//! only callers that have not looked yet. The others are remembered for as long as there is room.
+//! only callers that have not looked yet. The others are remembered for as long as there is room, and those that exist
+//! at a peer's word only within that peer's share: no peer can make us forget what another said.
 
 use super::PeerKey;
 use crate::error::Reason;
 use crate::ids::Room;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Why a room is dead, and who knows.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -20,11 +21,21 @@ pub(super) struct Tomb {
     /// How many such ranks there are, once one of them has said so.
     ranks: Option<u32>,
     settled: bool,
+    /// At whose word it was made, if not at our caller's.
+    by: Option<PeerKey>,
+    /// Its place in the order of open tombs.
+    at: u64,
 }
 
 impl Tomb {
     pub(super) fn new(reason: Reason, told: bool) -> Self {
-        Self { reason, told, heard: Vec::new(), ranks: None, settled: false }
+        Self { reason, told, heard: Vec::new(), ranks: None, settled: false, by: None, at: 0 }
+    }
+
+    /// The same, made at this peer's word.
+    pub(super) fn at_word_of(mut self, by: Option<PeerKey>) -> Self {
+        self.by = by;
+        self
     }
 
     /// The same, with the ranks that were heard before the room ended.
@@ -50,7 +61,10 @@ impl Tomb {
 pub(super) struct Tombs {
     by_room: BTreeMap<Room, Tomb>,
     /// Rooms for which something may still come, oldest first.
-    open: VecDeque<Room>,
+    open: BTreeMap<u64, Room>,
+    /// Of those, the ones that exist at a peer's word.
+    by_peer: BTreeMap<PeerKey, BTreeSet<u64>>,
+    next: u64,
     /// Rooms of which everybody knows, in the order in which that became so.
     settled: VecDeque<Room>,
 }
@@ -60,6 +74,8 @@ pub(super) struct Tombs {
 pub(super) struct Limits {
     pub(super) open: usize,
     pub(super) settled: usize,
+    /// Open ones at one peer's word.
+    pub(super) per_peer: usize,
 }
 
 impl Tombs {
@@ -73,9 +89,21 @@ impl Tombs {
                 }
             }
         } else {
-            Self::make_room(&mut self.by_room, &mut self.open, limits.open);
-            self.open.push_back(room);
-            self.by_room.insert(room, tomb);
+            if let Some(key) = tomb.by {
+                self.make_room_for(limits.per_peer, key);
+            }
+            while self.open.len() >= limits.open.max(1) {
+                let oldest = self.open.first_key_value().map(|(_, room)| *room);
+                let Some(oldest) = oldest.and_then(|room| self.close(room)) else { break };
+                self.by_room.remove(&oldest);
+            }
+            let at = self.next;
+            self.next += 1;
+            self.open.insert(at, room);
+            if let Some(key) = tomb.by {
+                self.by_peer.entry(key).or_default().insert(at);
+            }
+            self.by_room.insert(room, Tomb { at, ..tomb });
         }
         self.settle(limits, room);
     }
@@ -118,20 +146,37 @@ impl Tombs {
         }
         tomb.settled = true;
         tomb.heard = Vec::new();
-        // Most settle soon after they were made, so the search is short.
-        if let Some(at) = self.open.iter().rposition(|r| *r == room) {
-            self.open.remove(at);
+        self.close(room);
+        while self.settled.len() >= limits.settled.max(1) {
+            if let Some(oldest) = self.settled.pop_front() {
+                self.by_room.remove(&oldest);
+            }
         }
-        Self::make_room(&mut self.by_room, &mut self.settled, limits.settled);
         self.settled.push_back(room);
     }
 
-    fn make_room(by_room: &mut BTreeMap<Room, Tomb>, order: &mut VecDeque<Room>, limit: usize) {
-        while order.len() >= limit.max(1) {
-            if let Some(oldest) = order.pop_front() {
-                by_room.remove(&oldest);
+    /// Forgets this peer's oldest, so that it may have one more.
+    fn make_room_for(&mut self, share: usize, key: PeerKey) {
+        while let Some(mine) = self.by_peer.get(&key).filter(|mine| mine.len() >= share.max(1)) {
+            let oldest = mine.first().and_then(|at| self.open.get(at)).copied();
+            let Some(oldest) = oldest.and_then(|room| self.close(room)) else { break };
+            self.by_room.remove(&oldest);
+        }
+    }
+
+    /// Takes a room out of the open ones.
+    fn close(&mut self, room: Room) -> Option<Room> {
+        let tomb = self.by_room.get(&room)?;
+        self.open.remove(&tomb.at);
+        if let Some(key) = tomb.by
+            && let Some(mine) = self.by_peer.get_mut(&key)
+        {
+            mine.remove(&tomb.at);
+            if mine.is_empty() {
+                self.by_peer.remove(&key);
             }
         }
+        Some(room)
     }
 
     pub(super) fn len(&self) -> usize {
@@ -146,7 +191,7 @@ mod tests {
     use crate::ids::Incarnation;
     use crate::node::Direction;
 
-    const LIMITS: Limits = Limits { open: 8, settled: 2 };
+    const LIMITS: Limits = Limits { open: 8, settled: 2, per_peer: 4 };
 
     fn room(n: u64) -> Room {
         Room::new(n).unwrap()
@@ -192,5 +237,30 @@ mod tests {
         assert!(t.get(room(0)).is_none());
         assert!((1..8).all(|n| t.get(room(n)).is_some()));
         assert!(t.get(room(199)).is_some() && t.get(room(198)).is_some());
+    }
+
+    #[test]
+    fn a_peer_can_make_us_forget_its_own_failed_rooms_only() {
+        let limits = Limits { open: 100, settled: 10, per_peer: 10 };
+        let mut t = Tombs::default();
+        t.put(limits, room(1), tomb(true));
+        t.put(limits, room(2), tomb(false).at_word_of(Some(key(1))));
+        for n in 1000..2000 {
+            t.put(limits, room(n), tomb(false).at_word_of(Some(key(2))));
+        }
+        assert_eq!(t.len(), 12);
+        assert!(t.get(room(1)).is_some() && t.get(room(2)).is_some());
+        assert!(t.get(room(1999)).is_some() && t.get(room(1990)).is_some() && t.get(room(1989)).is_none());
+        // What settles is in nobody's share any more.
+        t.tell(limits, room(1990));
+        t.hear(limits, room(1990), key(2), Some(1));
+        assert_eq!(t.by_peer.get(&key(2)).map(BTreeSet::len), Some(9));
+        // The limit on all of them holds too, oldest first.
+        for n in 5000..5090 {
+            t.put(limits, room(n), tomb(true));
+        }
+        assert_eq!((t.len(), t.open.len(), t.settled.len()), (101, 100, 1));
+        assert!(t.get(room(1)).is_none());
+        assert_eq!(t.by_peer.values().map(BTreeSet::len).sum::<usize>(), 10, "{:?}", t.by_peer);
     }
 }

@@ -29,12 +29,20 @@ pub struct Config {
     pub quarantine_limit: u64,
     /// Rooms that may wait here, granted and not yet pushed, in all.
     pub early_grants: usize,
+    /// Of those, granted by one peer.
+    pub early_grants_per_peer: usize,
+    /// Pages in their lists, of one peer.
+    pub early_pages_per_peer: u64,
     /// Ended rooms that are remembered because a grant or a push for them may still come.
     pub tombstones: usize,
-    /// A rule to break on purpose. Never set it where bytes matter.
-    pub flaw: Option<Flaw>,
+    /// Of those, at one peer's word; past it the peer's own oldest is forgotten.
+    pub tombstones_per_peer: usize,
     /// Ended rooms that are remembered although everybody knows of their end.
     pub settled_tombstones: usize,
+    /// Peers that may be known; past it one that is idle is forgotten, or the new one refused.
+    pub peers: usize,
+    /// A rule to break on purpose. Never set it where bytes matter.
+    pub flaw: Option<Flaw>,
 }
 
 impl Default for Config {
@@ -49,9 +57,13 @@ impl Default for Config {
             waiting_timeout: Duration::from_secs(300),
             quarantine_limit: u64::MAX,
             early_grants: 65_536,
+            early_grants_per_peer: 16_384,
+            early_pages_per_peer: 16 << 20,
             tombstones: 65_536,
-            flaw: None,
+            tombstones_per_peer: 16_384,
             settled_tombstones: 1024,
+            peers: 16_384,
+            flaw: None,
         }
     }
 }
@@ -400,6 +412,8 @@ pub struct Counters {
     pub stale_refused: u64,
     /// Messages that broke the protocol.
     pub protocol_errors: u64,
+    /// Grants and sessions that were refused because a limit was reached.
+    pub limited: u64,
     /// Fences begun.
     pub fences: u64,
     /// Sessions that came up.

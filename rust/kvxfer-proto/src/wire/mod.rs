@@ -62,6 +62,18 @@ pub const MAX_ENTRIES: usize = 16 << 10;
 /// Most pages in one page list.
 pub const MAX_PAGES: usize = 4 << 20;
 
+/// Whether the first bytes of a connection are a TLS record; `None` if there are too few to tell. No frame that opens
+/// a handshake looks like one: its length would be above [`MAX_HANDSHAKE_BYTES`].
+#[must_use]
+pub fn looks_like_tls(head: &[u8]) -> Option<bool> {
+    // Content type (alert or handshake), and the legacy version of a record.
+    let like = [(0x15u8, 0x16u8), (3, 3), (1, 4)];
+    if head.iter().zip(like).any(|(byte, (low, high))| !(low..=high).contains(byte)) {
+        return Some(false);
+    }
+    (head.len() >= 3).then_some(true)
+}
+
 /// A frame, or one of a kind that only a newer peer knows.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Decoded {

@@ -75,12 +75,12 @@ impl Node {
         self.heard_of(room, key, None);
     }
 
-    /// Word that a room failed before a grant for it was made.
-    pub fn handle_room_failed(&mut self, now: Time, room: Room, reason: Reason) {
+    /// Word from a peer that a room failed before a grant for it was made.
+    pub fn handle_room_failed(&mut self, now: Time, key: PeerKey, room: Room, reason: Reason) {
         if self.outbound.contains_key(&room) {
             self.fail_outbound(now, room, reason);
         } else {
-            self.bury(room, Tomb::new(reason, false));
+            self.bury(room, Tomb::new(reason, false).at_word_of(Some(key)));
         }
     }
 
@@ -137,8 +137,10 @@ impl Node {
             self.emit(room, EventKind::Failed(reason.clone()), released, stats);
         } else {
             self.early_rooms = self.early_rooms.saturating_sub(1);
+            self.not_early(room);
         }
-        self.bury(room, Tomb::new(reason, local).with_ranks(heard, ranks));
+        let by = self.outbound.get(&room).filter(|_| !local).and_then(|r| r.dests.keys().next().copied());
+        self.bury(room, Tomb::new(reason, local).with_ranks(heard, ranks).at_word_of(by));
         self.settle_outbound(now, room);
     }
 

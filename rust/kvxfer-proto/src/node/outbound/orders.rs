@@ -58,6 +58,8 @@ impl Node {
         if !std::mem::replace(&mut r.local, true) {
             let granted = !r.dests.is_empty();
             self.early_rooms = self.early_rooms.saturating_sub(usize::from(granted));
+            self.not_early(room);
+            let r = self.outbound.get_mut(&room)?;
             // The caller's time begins with the caller.
             r.progress = Progress::new(now, bootstrap, waiting);
             if granted && r.progress.advance(now, Stage::Waiting) {
