@@ -12,8 +12,8 @@ from kvxfer.cli._worker import Link, run
 __all__ = ["SURVIVES_TCP_WRITERS"]
 
 SURVIVES_TCP_WRITERS = (1, 16)
-"""From this UCX on a put over TCP is the transport's own, and not an active message that UCX has to acknowledge:
-when the writer is dead then, older ones abort the process (docs/ucx-notes.md).
+"""From this UCX on a put over TCP is the transport's own. Before, it is an active message that UCX has to
+acknowledge, and if the writer is dead by then UCX aborts the process (docs/ucx-notes.md).
 """
 
 
