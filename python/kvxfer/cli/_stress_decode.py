@@ -206,12 +206,12 @@ class _Decode:
         one, got, released_us = self.unchecked.popleft()
         event = one.event
         assert event is not None
-        partly: list[str] = []
+        cut_off: dict[str, bool] = {}
         if event.state == "Success":
             self.memory.check_success(one.room, got, one.filling)
         else:
             copied = self.config["fabric"] == "shm"
-            partly = self.memory.check_failure(one.room, got, one.filling, copied=copied)
+            cut_off = self.memory.check_failure(one.room, got, one.filling, copied=copied)
         ordered_s = self.cancels.when(one.room)
         failed_us = event.stats.at_us
         since_us = failed_us if ordered_s is None else min(failed_us, ordered_s * 1e6)
@@ -220,7 +220,7 @@ class _Decode:
             "state": event.state,
             "error": type(event.error).__name__ if event.error is not None else None,
             "text": str(event.error) if event.error is not None else None,
-            "partly": partly,
+            "cut_off": cut_off,
             "bytes": event.stats.bytes,
             "failed_us": failed_us,
             "drain_ms": max(0.0, released_us - since_us) / 1e3,

@@ -21,9 +21,10 @@ from kvxfer.cli._worker import Link, run
 # Rooms are pushed in volleys, as an engine's step has them, so that they overlap: when there are so many, or
 # the oldest has waited for so long. Before its death a rank waits for more.
 _VOLLEY, _VOLLEY_S = 24, 0.03
-_LAST_VOLLEY, _LAST_VOLLEY_S = 48, 0.5
-# Then it waits for bytes in flight, at most so long.
-_IN_FLIGHT_S = 5.0
+_LAST_VOLLEY, _LAST_VOLLEY_S = 96, 0.5
+# Of which it pushes so many at least. Then it waits until so many rooms are in Transferring, or after a while
+# any, and dies at the latest after so long.
+_LEAST, _IN_FLIGHT, _IN_FLIGHT_S, _LATEST_S = 8, 4, 1.0, 5.0
 _TICK_S = 0.001
 # How long nothing may happen before the rest counts as stuck.
 _STALL_S = 10.0
@@ -43,10 +44,14 @@ class _Job:
 
 @dataclass
 class _Doom:
-    """When this process dies: so long after its bytes were seen in flight, or at the latest."""
+    """When this process dies: `delay_s` after its bytes were seen in flight, or at the latest."""
 
     delay_s: float
+    patient_s: float
     latest_s: float
+    # Whether the last volley has begun.
+    ready: bool = False
+    due_s: float | None = None
 
 
 class _Prefill:
@@ -103,8 +108,9 @@ class _Prefill:
                 self._happened(event)
             if self._may_push():
                 busy |= self._push()
-                if self.doom is not None:
-                    self._die(self.doom)
+            if self.doom is not None:
+                self._die_in_flight(self.doom)
+                busy = True
             if busy:
                 moved_s = time.monotonic()
             elif self.finishing and (self._is_over() or time.monotonic() - moved_s > _STALL_S):
@@ -129,7 +135,8 @@ class _Prefill:
                 self.orders = collections.deque(room for room in self.orders if room.index != index)
         if "doom_s" in message:
             self.waiting_s = time.monotonic()
-            self.doom = _Doom(message["doom_s"], self.waiting_s + _IN_FLIGHT_S)
+            patient_s, latest_s = (self.waiting_s + seconds for seconds in (_IN_FLIGHT_S, _LATEST_S))
+            self.doom = _Doom(message["doom_s"], patient_s, latest_s)
         self.finishing |= "finish" in message
         return True
 
@@ -147,8 +154,11 @@ class _Prefill:
             room = self.orders.popleft()
             self.memory.fill(room, pages)
             batch.append(_Job(room, pages))
-        for job in batch:
+        for number, job in enumerate(batch):
             self._push_one(job)
+            if self.doom is not None and number >= min(_LEAST, len(batch) - 1):
+                self.doom.ready = True
+                self._die_in_flight(self.doom)
         return bool(batch)
 
     def _push_one(self, job: _Job) -> None:
@@ -173,21 +183,19 @@ class _Prefill:
             if layers == room.pushes[0]:
                 self.cancels.add(room)
 
-    def _die(self, doom: _Doom) -> None:
-        """Kills this process when bytes are in flight; from outside that moment could only be guessed.
-
-        Returns if all have arrived before anybody looked: then the next volley will do.
-        """
-        live = [job.room.room for job in self.jobs.values() if not job.ended]
-        in_flight = 0
-        while not in_flight and time.monotonic() < doom.latest_s:
-            states = [self.agent.state(room) for room in live]
-            if all(state in ("Success", "Failed", None) for state in states):
-                return
-            in_flight = states.count("Transferring")
-        time.sleep(doom.delay_s)
-        self.link.send("dying", in_flight=in_flight, at_us=time.monotonic_ns() / 1e3)
-        os.kill(os.getpid(), signal.SIGKILL)
+    def _die_in_flight(self, doom: _Doom) -> None:
+        """Kills this process if bytes are in flight; from outside that moment could only be guessed."""
+        now = time.monotonic()
+        if not doom.ready and now < doom.latest_s:
+            return
+        in_flight = sum(
+            self.agent.state(job.room.room) == "Transferring" for job in self.jobs.values() if not job.ended
+        )
+        if doom.due_s is None and in_flight >= (_IN_FLIGHT if now < doom.patient_s else 1):
+            doom.due_s = now + doom.delay_s
+        if (in_flight and doom.due_s is not None and now >= doom.due_s) or now >= doom.latest_s:
+            self.link.send("dying", in_flight=in_flight, at_us=time.monotonic_ns() / 1e3)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _happened(self, event: kx.Event) -> None:
         job = self._job_of(event.room)

@@ -14,6 +14,7 @@ from typing import Any
 from kvxfer.cli._doctor_look import SURVIVES_TCP_WRITERS
 from kvxfer.cli._errors import CommandError
 from kvxfer.cli._stress_plan import ENGINES, Plan, Rank, make_plan, ranks_of
+from kvxfer.cli._stress_words import MAX_ROOMS
 from kvxfer.cli._text import Counter, progress
 from kvxfer.cli._workers import Message, Workers
 
@@ -221,6 +222,7 @@ class _Run:
         def total(key: str) -> int:
             return sum(report[key] for report in reports.values())
 
+        by_kill = [(kill, self._lost(n)) for n, kill in enumerate(self.kills)]
         gauges = sum(sum(report["gauges"].values()) for report in reports.values())
         return {
             "rooms": len(self.plan.rooms),
@@ -233,11 +235,14 @@ class _Run:
             "late_writes": total("late_writes"),
             "double_ends": total("double_ends"),
             "unexpected_failures": len(unexpected),
-            "cancelled_mid_write": sum(bool(one["partly"]) for one in cancelled),
-            "kills_mid_write": sum(self._met_bytes(n) for n in range(len(self.kills))),
+            "cancelled_mid_write": sum(any(one["cut_off"].values()) for one in cancelled),
+            # By its own word it was in the middle, and decode found its bytes in a room that failed then.
+            "kills_mid_write": sum(bool(k.in_flight and lost) for k, lost in by_kill),
             "drain_ms_p50": _rank(drains, 50),
             "drain_ms_p99": _rank(drains, 99),
             "kills": len(self.kills),
+            # The stricter sign, which a victim that takes long to die over shm leaves no more.
+            "kills_cut_off": sum(any(one["cut_off"][k.rank.name] for one in lost) for k, lost in by_kill),
             "cancel_orders": total("cancels"),
             "failures": dict(sorted(kinds.items())),
             "bytes": sum(one["bytes"] for one in self.ended),
@@ -251,17 +256,18 @@ class _Run:
             return room.cancel is not None
         return failed["error"] == "PeerLost" and any(k.rank.engine == room.engine for k in self.kills)
 
-    def _met_bytes(self, number: int) -> bool:
-        """Whether a kill cut a push off in the middle: it arrived, and not all of it."""
+    def _lost(self, number: int) -> list[Message]:
+        """Rooms that failed because of a kill, with something of the victim's in their pages."""
         kill = self.kills[number]
         later = [other.at_us for other in self.kills[number + 1 :]]
         until_us = later[0] if later else float("inf")
-        return any(
-            one["error"] == "PeerLost"
-            and kill.rank.name in one["partly"]
-            and kill.at_us <= one["failed_us"] < until_us
+        return [
+            one
             for one in self.ended
-        )
+            if one["error"] == "PeerLost"
+            and kill.rank.name in one["cut_off"]
+            and kill.at_us <= one["failed_us"] < until_us
+        ]
 
 
 def _rank(ordered: Sequence[float], percent: float) -> float | None:
@@ -289,7 +295,11 @@ def run_processes(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         CommandError: if a process fails, which is no figure.
     """
-    numbers = {name: getattr(options, name) for name in ("seed", "rooms", "concurrent", "cancel", "kill")}
+    if options.rooms > MAX_ROOMS:
+        raise CommandError(f"{options.rooms} rooms are too many: a word in memory has room for {MAX_ROOMS}")
+    numbers: dict[str, Any] = {
+        name: getattr(options, name) for name in ("seed", "rooms", "concurrent", "cancel", "kill")
+    }
     ucx = _ucx() if options.fabric == "ucx" else None
     if ucx is not None and options.ucx_tls is None and tuple(ucx["version"]) < SURVIVES_TCP_WRITERS:
         progress(f"{_named(ucx)} can abort decode when a writer over TCP dies: that engine is not killed")

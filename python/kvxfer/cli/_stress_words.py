@@ -20,7 +20,7 @@ import numpy.typing as npt
 import kvxfer as kx
 from kvxfer.cli._stress_plan import LAYOUT, MAX_PAGES, PAGE_TOKENS, Rank, Room, ranks_of
 
-__all__ = ["CANARY_EVERY", "Found", "Memory", "Words"]
+__all__ = ["CANARY_EVERY", "MAX_ROOMS", "Found", "Memory", "Words"]
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -28,8 +28,10 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 _FREE, _ROOM, _CANARY = 1, 2, 3
 _KIND = 60
 _ROOM_AT, _LAYER_AT, _PART_AT, _HEAD_AT, _TOKEN_AT = 36, 30, 29, 24, 4
-_ROOM_MASK = (1 << 24) - 1
 _WORDS = 16
+
+MAX_ROOMS = 1 << 24
+"""Rooms that a word can tell apart."""
 
 CANARY_EVERY = 32
 """One page of so many is a canary."""
@@ -60,7 +62,7 @@ def _who(word: int) -> str:
     """What a word says it is."""
     kind = word >> _KIND
     if kind == _ROOM:
-        return f"a byte of room {(word >> _ROOM_AT) & _ROOM_MASK}"
+        return f"a byte of room {(word >> _ROOM_AT) & (MAX_ROOMS - 1)}"
     return {_FREE: "the filling of a free page", _CANARY: "a canary"}.get(kind, f"{word:#018x}")
 
 
@@ -193,7 +195,7 @@ class Memory:
     def _of_others(self, got: Words, bad: npt.NDArray[np.bool_], room: Room) -> set[int]:
         """The pages (by their place) with words of other rooms."""
         other = (got >> np.uint64(_KIND) == _ROOM) & bad
-        other &= (got >> np.uint64(_ROOM_AT)) & np.uint64(_ROOM_MASK) != room.index
+        other &= (got >> np.uint64(_ROOM_AT)) & np.uint64(MAX_ROOMS - 1) != room.index
         return {int(page) for page in np.nonzero(other)[0]}
 
     def check_success(self, room: Room, got: Sequence[Words], filling: Words) -> None:
@@ -221,7 +223,9 @@ class Memory:
             )
         self.found.late_writes += len(late)
 
-    def check_failure(self, room: Room, got: Sequence[Words], filling: Words, *, copied: bool) -> list[str]:
+    def check_failure(
+        self, room: Room, got: Sequence[Words], filling: Words, *, copied: bool
+    ) -> dict[str, bool]:
         """Compares every byte of a room that failed: each is the room's, or what was there before.
 
         Args:
@@ -232,9 +236,9 @@ class Memory:
                 gives a room up, so that anything may be in the tokens of a room that was not to end well.
 
         Returns:
-            The names of the sources one of whose pushes had arrived in part.
+            The sources of which something had arrived, and whether one of their pushes was cut off: it had
+            arrived, but not all of it.
         """
-        ranks = ranks_of(room.engine)
         arrived: dict[tuple[Rank, tuple[int, int]], int] = {}
         late: set[int] = set()
         rest = room.tokens % PAGE_TOKENS
@@ -252,14 +256,13 @@ class Memory:
                 late |= self._of_others(words, bad, room)
                 self._count_torn(room, n, words, wanted, filling, bad)
         self.found.late_writes += len(late)
-        partly = []
-        for rank in ranks:
+        cut_off: dict[str, bool] = {}
+        for (rank, layers), count in arrived.items():
             share = len(rank.shard.heads(LAYOUT))
-            for layers in room.pushes:
-                whole = room.tokens * share * _WORDS * 2 * (layers[1] - layers[0])
-                if 0 < arrived.get((rank, layers), 0) < whole and rank.name not in partly:
-                    partly.append(rank.name)
-        return partly
+            whole = room.tokens * share * _WORDS * 2 * (layers[1] - layers[0])
+            if count:
+                cut_off[rank.name] = cut_off.get(rank.name, False) or count < whole
+        return cut_off
 
     def _count_arrived(
         self,

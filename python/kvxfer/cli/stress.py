@@ -43,7 +43,8 @@ _MEANINGS = {
     "violations": "rules that the simulator saw broken",
     "cancelled_mid_write": "cancelled when a push had arrived in part",
     "kills": "prefill processes killed and restarted on their port",
-    "kills_mid_write": "of those, with a push that had arrived in part",
+    "kills_mid_write": "of those, while bytes were in flight, some of which were found in rooms that failed",
+    "kills_cut_off": "of those, with a push that had arrived in part when the death was noticed",
     "drain_ms_p50": "from cancel or failure to released on decode, ms: median",
     "drain_ms_p99": "all but the slowest hundredth",
     "virtual_ms": "simulated time, ms",
@@ -152,6 +153,9 @@ def _conclude(options: argparse.Namespace, found: dict[str, Any], broken: list[s
         else:
             progress(f"the flaw {options.flaw} was NOT caught over {options.fabric}")
         return
+    for name, wanted in (("cancelled_mid_write", options.cancel), ("kills_mid_write", options.kill)):
+        if wanted and not found.get(name):
+            progress(f"{name} is 0: the run proves less than it could; make it longer, or use another seed")
     if broken:
         for line in found.get("told", ()):
             progress(line)
