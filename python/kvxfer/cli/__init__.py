@@ -220,18 +220,28 @@ def _stress(commands: Any) -> None:
         metavar="LIST",
         help="UCX's transports for every process (default: kvxfer's choice; for one engine `tcp,self`)",
     )
-    parser.add_argument(
-        "--stop",
-        type=_at_least(0),
-        default=2,
-        metavar="N",
-        help="sim only: peers that stop answering for a while (default: %(default)s)",
-    )
+    for name, default, meaning in (
+        ("stop", 3, "processes that are stopped for a while"),
+        ("cut", 6, "lost sessions, cut networks and broken endpoints"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=_at_least(0),
+            default=default,
+            metavar="N",
+            help=f"sim only: {meaning} (default: %(default)s)",
+        )
     parser.add_argument(
         "--mover",
         choices=("sender", "receiver"),
         default="sender",
         help="sim only: who moves the bytes, as over ucx or as over shm (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fence",
+        choices=("completes", "impossible"),
+        default="completes",
+        help="sim only: whether a sender that does not answer can be fenced (default: %(default)s)",
     )
     parser.add_argument(
         "--log", metavar="FILE", help="write what happened, a line for each thing, to this file"

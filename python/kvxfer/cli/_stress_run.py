@@ -227,7 +227,7 @@ class _Run:
         return {
             "rooms": len(self.plan.rooms),
             "succeeded": len(self.ended) - len(failed),
-            "failed": len(failed),
+            "failed": len(failed) - len(cancelled),
             "cancelled": len(cancelled),
             "unended": total("unended"),
             "corrupt_bytes": total("corrupt_bytes"),

@@ -239,6 +239,8 @@ class Workers:
                 other, more = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
+            if more is None and self._workers[other].ended:
+                continue
             if more is None or more["event"] == "failed":
                 failures.append((other, more))
         spoke = {who for who, message in failures if message is not None}

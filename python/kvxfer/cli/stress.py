@@ -12,6 +12,7 @@ from typing import Any
 from kvxfer import _kvxfer
 from kvxfer.cli._errors import CommandError
 from kvxfer.cli._text import print_json, progress, size, table
+from kvxfer.errors import BadArgument
 
 __all__ = ["FAILED_TO_RUN", "MUST_BE_ZERO", "run", "verdict"]
 
@@ -25,22 +26,26 @@ MUST_BE_ZERO = (
     "late_writes",
     "double_ends",
     "unexpected_failures",
-    "violations",
+    "violation_count",
 )
 """Figures any of which, if it is there and is not zero, says that a promise was broken."""
+
+# Options that every run has, and those of the simulator only.
+_SIZES = ("rooms", "concurrent", "cancel", "kill")
+_SIM_ONLY = ("stop", "cut", "mover", "fence")
 
 _MEANINGS = {
     "rooms": "hand-offs that were to be made",
     "succeeded": "ended well, every byte as it has to be",
-    "failed": "ended otherwise",
-    "cancelled": "of those, given up by one of the sides",
+    "failed": "ended otherwise, because a source died",
+    "cancelled": "given up by one of the sides",
     "unended": "without an end, or with pages that never came back, on either side",
     "corrupt_bytes": "bytes that are neither what was sent nor what was there before; also of canary pages",
     "leaked_pages": "pages, and entries of tables, that are left when every room has ended",
     "late_writes": "pages written to after their released event",
     "double_ends": "events of rooms that had ended",
     "unexpected_failures": "rooms that failed though nobody cancelled them or killed a source of theirs",
-    "violations": "rules that the simulator saw broken",
+    "violation_count": "breaches of the contract that the simulator saw",
     "cancelled_mid_write": "cancelled when a push had arrived in part",
     "kills": "prefill processes killed and restarted on their port",
     "kills_mid_write": "of those, while bytes were in flight, some of which were found in rooms that failed",
@@ -60,26 +65,24 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
             "this build of kvxfer has no simulator: build it anew (`make test-rust`, or pip install .)",
             FAILED_TO_RUN,
         )
-    return simulate(
-        options.seed,
-        rooms=options.rooms,
-        concurrent=options.concurrent,
-        cancel=options.cancel,
-        kill=options.kill,
-        stop=options.stop,
-        flaw=options.flaw,
-        mover=options.mover,
-        log=options.log,
-    )
+    try:
+        return simulate(
+            options.seed,
+            flaw=options.flaw,
+            log=options.log,
+            **{name: getattr(options, name) for name in (*_SIZES, *_SIM_ONLY)},
+        )
+    except BadArgument as error:
+        raise CommandError(str(error), 2) from error
+    except OSError as error:
+        raise CommandError(f"{options.log} cannot be written: {error.strerror}", FAILED_TO_RUN) from error
 
 
 def _replay(options: argparse.Namespace) -> str:
     """The command that does the same again."""
     words = ["kvxfer", "stress", "--fabric", options.fabric]
-    for name in ("rooms", "concurrent", "cancel", "kill"):
+    for name in (*_SIZES, *(_SIM_ONLY if options.fabric == "sim" else ())):
         words += [f"--{name}", str(getattr(options, name))]
-    if options.fabric == "sim":
-        words += ["--stop", str(options.stop), "--mover", options.mover]
     if options.ucx_tls is not None:
         words += ["--ucx-tls", options.ucx_tls]
     if options.flaw is not None:
@@ -157,6 +160,6 @@ def _conclude(options: argparse.Namespace, found: dict[str, Any], broken: list[s
         if wanted and not found.get(name):
             progress(f"{name} is 0: the run proves less than it could; make it longer, or use another seed")
     if broken:
-        for line in found.get("told", ()):
+        for line in (*found.get("told", ()), *found.get("violations", ())):
             progress(line)
         progress(f"FAILED: {figures} should be zero; again: {found['replay']}")
