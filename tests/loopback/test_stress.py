@@ -16,6 +16,7 @@ from kvxfer import _kvxfer
 from kvxfer.cli import _FLAWS, _stress_run, main, stress
 from kvxfer.cli._stress_plan import ENGINES, LAYOUT, PAGE_TOKENS, Plan, Room, make_plan, ranks_of
 from kvxfer.cli._stress_words import Found, Memory
+from kvxfer.cli._text import Counter
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -87,7 +88,7 @@ def test_every_room_ends_and_no_byte_is_wrong(fabric: str, tmp_path: Path) -> No
 def test_a_release_without_an_answer_is_caught_over_ucx() -> None:
     """The detector detects: the same run, with the rule broken in every agent."""
     needs("ucx")
-    size = ("--rooms", "300", "--concurrent", "128", "--cancel", "0.5", "--kill", "0")
+    size = ("--rooms", "400", "--concurrent", "128", "--cancel", "0.8", "--kill", "0")
     result = run("--fabric", "ucx", *size, "--seed", "3", "--break", "release-on-timeout", "--json")
     found = json.loads(result.stdout)
     assert result.returncode == 1, found
@@ -368,6 +369,17 @@ def test_a_word_that_a_dead_writer_left_in_part_is_no_fault(memory: Memory) -> N
     old[0].view(np.uint8)[0, 0, 0, 0] ^= 0xFF
     memory.check_failure(room, old, filling, copied=False)
     assert memory.found.corrupt_bytes == 1
+
+
+def test_progress_is_for_terminals_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for terminal, quiet, said in ((True, False, "\rkvxfer: 5 of 5\n"), (True, True, ""), (False, False, "")):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        counter = Counter(quiet=quiet)
+        counter.show(5, 5)
+        counter.end()
+        assert capsys.readouterr().err == said
 
 
 def test_percentiles_of_nothing_are_none() -> None:

@@ -25,8 +25,8 @@ _ROOM_S = 120.0
 _HOLD = 3
 # Held pages that are looked at when there is nothing else to do.
 _LOOK = 8
-# Rooms that start between two looks at the events.
-_START = 8
+# Rooms that start between two looks at the events: pages that were released meanwhile wait to be filled.
+_START = 2
 
 
 @dataclass

@@ -148,9 +148,11 @@ def make_plan(
         pages = min(MAX_PAGES, round(_MIN_PAGES * (MAX_PAGES / _MIN_PAGES) ** rng.random()))
         given_up = None
         if index in cancelled:
-            by = rng.choice(["decode", rng.choice(ranks_of(engine)).name])
+            by = rng.choice(["decode", "decode", rng.choice(ranks_of(engine)).name])
             when = rng.choice(_WHENS)
-            given_up = Cancel(by, when, rng.random() * (_LATER_S if when == "later" else _IN_FLIGHT_S))
+            # Mostly soon after the first byte, when most of a small room is still on its way.
+            delay_s = rng.random() * _LATER_S if when == "later" else rng.random() ** 2 * _IN_FLIGHT_S
+            given_up = Cancel(by, when, delay_s)
         half = LAYERS // 2
         out.append(
             Room(
