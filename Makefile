@@ -1,6 +1,6 @@
 # Two commands do all the set-up: `make demo` runs the main job, `make test` the tests. `make help` lists the rest.
 #   make PYTHON=python3.12 test      another interpreter (the venv is made anew if it has a different one)
-#   make ARGS="--fabric ucx" demo    arguments for the command behind demo, doctor, bench-post or test-python
+#   make ARGS="--fabric ucx" demo    arguments for the command behind demo, doctor, bench-post, stress or test-python
 #   make EXTRAS=torch test           more extras of pyproject.toml in the venv
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -25,7 +25,7 @@ comma := ,
 more := $(if $(EXTRAS),$(comma)$(EXTRAS))
 setup = $(PYTHON) scripts/setup_env.py $(if $(EXPLICIT_PYTHON),--explicit-python)
 
-.PHONY: help demo test test-rust test-loom test-python soak sim-long fuzz lint fmt stubs wheel doctor bench-post clean
+.PHONY: help demo test test-rust test-loom test-python soak sim-long fuzz stress lint fmt stubs wheel doctor bench-post clean
 
 help: ## List the targets
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -98,6 +98,11 @@ soak: ## A million small hand-offs over shm and a tenth over UCX: nothing may gr
 	@$(BIN)/kvxfer soak --rooms 100000 --fabric ucx $(ARGS)
 fuzz: ## Fuzz codec, handshake and node for a minute each (SECONDS_EACH=60); needs nightly Rust and cargo-fuzz
 	@scripts/fuzz.sh
+stress: ## Cancel and kill 1000 hand-offs in mid-write over shm and over ucx, and look at every byte (a minute)
+	@scripts/preflight.sh rust python
+	@$(setup) --extras ucx$(more) --extension
+	@$(BIN)/kvxfer stress --fabric shm $(ARGS)
+	@$(BIN)/kvxfer stress --fabric ucx $(ARGS)
 
 clean: ## Remove the venv, build outputs and caches
 	@rm -rf $(VENV) target fuzz/target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -27,11 +27,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_version_and_help() -> None:
     assert run("--version").stdout == f"kvxfer {kvxfer.__version__}\n"
     text = run("--help").stdout
-    for command in ("demo", "doctor", "bench"):
+    for command in ("demo", "doctor", "bench", "stress"):
         assert f"\n    {command} " in text
 
 
-@pytest.mark.parametrize("arguments", [("demo",), ("doctor",), ("bench",), ("bench", "post")])
+@pytest.mark.parametrize("arguments", [("demo",), ("doctor",), ("bench",), ("bench", "post"), ("stress",)])
 def test_each_command_explains_itself(arguments: tuple[str, ...]) -> None:
     result = run(*arguments, "--help")
     assert result.returncode == 0

@@ -136,6 +136,18 @@ def _bench(commands: Any) -> None:
     post.set_defaults(module="kvxfer.cli.bench_post")
 
 
+# Rules of the safety contract that can be broken on purpose: `Flaw` in rust/kvxfer-proto says what each does.
+_FLAWS = (
+    "release-on-timeout",
+    "release-at-eof",
+    "success-before-flush",
+    "drained-while-writing",
+    "no-tombstone",
+    "no-session-check",
+    "staging-slot-freed-early",
+)
+
+
 def _fraction(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 1:
@@ -178,6 +190,99 @@ def _soak(commands: Any) -> None:
     _add_fabric(parser)
     _add_json(parser)
     parser.set_defaults(module="kvxfer.cli.soak")
+def _stress(commands: Any) -> None:
+    parser = commands.add_parser(
+        "stress",
+        help="many hand-offs at once, cancelled and killed in mid-write: no byte may land in a reused page",
+        description=(
+            "Hands off many rooms at once between a decode process and three prefill processes (two of them "
+            "ranks of one engine), cancels some from either side, kills prefill processes in mid-write and "
+            "restarts them on their port. Released pages are filled anew at once, and granted again or "
+            "watched; every byte of every page is compared. `--fabric sim` does the same in one process, in "
+            "virtual time, and a seed there replays exactly."
+        ),
+        epilog=(
+            "exit status: 0 if every figure that must be zero is, 1 if not, 2 for wrong arguments, 3 if the "
+            "run could not be carried out. With --break: 1 if the flaw was caught, 0 if it was not."
+        ),
+    )
+    parser.add_argument(
+        "--fabric",
+        choices=("shm", "ucx", "sim"),
+        default="shm",
+        help="what carries the bytes: shared memory, UCX, or a simulation (default: %(default)s)",
+    )
+    for name, default, meaning in (
+        ("rooms", 1000, "hand-offs in all"),
+        ("concurrent", 256, "hand-offs at a time"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=_at_least(1),
+            default=default,
+            metavar="N",
+            help=f"{meaning} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--cancel",
+        type=_fraction,
+        default=0.2,
+        metavar="PART",
+        help="part of the rooms that one of the sides cancels (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kill",
+        type=_at_least(0),
+        default=3,
+        metavar="N",
+        help="prefill processes that are killed (SIGKILL) and restarted (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=_at_least(0),
+        metavar="N",
+        help="decides sizes, cancels and kills, but the timing is the machine's (default: drawn)",
+    )
+    parser.add_argument(
+        "--break",
+        dest="flaw",
+        choices=_FLAWS,
+        metavar="FLAW",
+        help="break a rule in every agent, to see that it is noticed: " + ", ".join(_FLAWS),
+    )
+    parser.add_argument(
+        "--ucx-tls",
+        metavar="LIST",
+        help="UCX's transports for every process (default: kvxfer's choice; for one engine `tcp,self`)",
+    )
+    for name, default, meaning in (
+        ("stop", 3, "processes that are stopped for a while"),
+        ("cut", 6, "lost sessions, cut networks and broken endpoints"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=_at_least(0),
+            default=default,
+            metavar="N",
+            help=f"sim only: {meaning} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--mover",
+        choices=("sender", "receiver"),
+        default="sender",
+        help="sim only: who moves the bytes, as over ucx or as over shm (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fence",
+        choices=("completes", "impossible"),
+        default="completes",
+        help="sim only: whether a sender that does not answer can be fenced (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log", metavar="FILE", help="write what happened, a line for each thing, to this file"
+    )
+    _add_json(parser)
+    parser.set_defaults(module="kvxfer.cli.stress")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -187,7 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvxfer {kvxfer.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_demo, _doctor, _bench, _soak):
+    for add in (_demo, _doctor, _bench, _stress, _soak):
         add(commands)
     return parser
 

@@ -9,6 +9,13 @@ from kvxfer import _kvxfer
 from kvxfer._memory import ucx_wheel_dir
 from kvxfer.cli._worker import Link, run
 
+__all__ = ["SURVIVES_TCP_WRITERS"]
+
+SURVIVES_TCP_WRITERS = (1, 16)
+"""From this UCX on a put over TCP is the transport's own. Before, it is an active message that UCX has to
+acknowledge, and if the writer is dead by then UCX aborts the process (docs/ucx-notes.md).
+"""
+
 
 def _work(link: Link, config: dict[str, Any]) -> None:
     if config["what"] == "ucx":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["print_json", "progress", "quantity", "size", "table"]
+__all__ = ["Counter", "print_json", "progress", "quantity", "size", "table"]
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
@@ -48,3 +49,27 @@ def progress(text: str) -> None:
 def print_json(values: dict[str, Any]) -> None:
     """The one JSON object of `--json`."""
     print(json.dumps(values, indent=2))
+
+
+class Counter:
+    """How far a long command has come, in one line of standard error that is written over, on a terminal.
+
+    Args:
+        quiet: whether to say nothing in any case.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._speaks = not quiet and sys.stderr.isatty()
+        self._said_s = 0.0
+
+    def show(self, done: int, of: int) -> None:
+        """Says it, at most ten times a second."""
+        now = time.monotonic()
+        if self._speaks and (now - self._said_s >= 0.1 or done == of):
+            self._said_s = now
+            print(f"\rkvxfer: {done} of {of}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Leaves the line."""
+        if self._speaks and self._said_s:
+            print(file=sys.stderr, flush=True)

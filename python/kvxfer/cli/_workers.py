@@ -90,7 +90,9 @@ class _Worker:
         except subprocess.TimeoutExpired:
             return "closed its output"
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
+            # What aborts a process says why before its backtrace.
+            said = next((line for line in self.tail if "Fatal" in line or "panicked" in line), "")
+            return f"was killed by {signal.Signals(-code).name}" + (f": {said.strip()}" if said else "")
         said = next((line for line in reversed(self.tail) if line.strip()), "")
         return f"ended with status {code}" + (f": {said.strip()}" if said else "")
 
@@ -185,6 +187,30 @@ class Workers:
                 self._early.append((name, said))
         return got
 
+    def next(self, timeout: float) -> tuple[str, Message] | None:
+        """The next message of any worker, with its name; None if there is none in that time.
+
+        Raises:
+            CommandError: if a worker fails or ends that was not killed.
+        """
+        if self._early:
+            return self._early.pop(0)
+        try:
+            name, said = self._inbox.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if said is None or said["event"] == "failed":
+            self._check(name, said)
+            return None
+        return name, said
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and back when the worker is gone; that is no failure then."""
+        worker = self._workers[name]
+        worker.ended = True
+        worker.process.kill()
+        worker.process.wait()
+
     def finish(self, names: Iterable[str], timeout: float) -> None:
         """Waits until these workers have ended well.
 
@@ -213,6 +239,8 @@ class Workers:
                 other, more = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
+            if more is None and self._workers[other].ended:
+                continue
             if more is None or more["event"] == "failed":
                 failures.append((other, more))
         spoke = {who for who, message in failures if message is not None}

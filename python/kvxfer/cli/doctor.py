@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.cli import _doctor_tests as tests
+from kvxfer.cli._doctor_look import SURVIVES_TCP_WRITERS
 from kvxfer.cli._errors import CommandError
 from kvxfer.cli._text import print_json, progress, size, table
 
@@ -17,8 +18,6 @@ Found = dict[str, Any]
 # The release that kvxfer's figures and settings come from, and the oldest that it takes.
 _KNOWN_GOOD = (1, 22)
 _OLDEST = (1, 13)
-# From here on a put over TCP is the transport's own, and not an active message that UCX has to acknowledge.
-_SURVIVES_TCP_WRITERS = (1, 16)
 _GET_UCX = "install the wheel libucx-cu12 (pip install 'kvxfer[ucx]'), or set KVXFER_UCX_LIBRARY to a newer "
 "libucp.so.0"
 # UCX's shared memory lives in /dev/shm; containers often get 64 MiB.
@@ -58,10 +57,10 @@ def _look_at_ucx(problems: list[str]) -> Found:
             f"UCX {found['version']} is older than {_dotted(_KNOWN_GOOD)}, with which kvxfer is known to be "
             f"good and fast (it works from {_dotted(_OLDEST)} on): {_GET_UCX}"
         )
-    if version[:2] < _SURVIVES_TCP_WRITERS:
+    if version[:2] < SURVIVES_TCP_WRITERS:
         problems.append(
             f"over TCP, UCX {found['version']} can abort a process when the peer that writes to it dies; UCX "
-            f"{_dotted(_SURVIVES_TCP_WRITERS)} and later do not: {_GET_UCX}"
+            f"{_dotted(SURVIVES_TCP_WRITERS)} and later do not: {_GET_UCX}"
         )
     if not found["rdma"]:
         where = f"this host has {', '.join(devices)}" if devices else "the kernel lists no RDMA device here"
