@@ -133,6 +133,8 @@ impl Node {
         for (key, seq) in orders {
             if self.peers.get(&key).is_some_and(|p| p.unusable().is_none()) {
                 self.queue(now, key, Msg::Cancel(Cancel { room, upto: seq, reason: reason.clone() }));
+            } else {
+                self.tell_later(key, room, &reason);
             }
         }
         let Some(r) = self.inbound.get(&room) else { return };
