@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import resource
 import selectors
 import sys
@@ -41,8 +42,12 @@ def digest(tensors: Tensors, pages: list[int]) -> str:
     return found.hexdigest()
 
 
+# Standard output is UCX's too, which writes its warnings there: they go to standard error.
+OUT = os.fdopen(os.dup(1), "w")
+
+
 def say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+    print(json.dumps(what), file=OUT, flush=True)
 
 
 def tell(ev: kx.Event) -> None:
@@ -162,6 +167,7 @@ class Rank:
 
 
 def main() -> None:
+    os.dup2(2, 1)
     rank = Rank(json.loads(sys.stdin.readline()))
     say(address=rank.agent.address)
     with selectors.DefaultSelector() as selector:

@@ -140,9 +140,11 @@ class Rank:
     def reference(self) -> Mapping[tuple[int, int, str], Any]:
         """What the child's pool held at its start, by (group, layer, part)."""
         if self._reference is None:
-            self._reference = kx.alloc(self.layout, self.shard, pages=self.pages, fabric="shm")
+            more = 2 if self.guard else 0
+            self._reference = kx.alloc(self.layout, self.shard, pages=self.pages + more, fabric="shm")
             fill(self._reference, self.seed)
-        return self._reference.tensors
+        tensors = self._reference.tensors
+        return {key: tensor[1:-1] for key, tensor in tensors.items()} if self.guard else tensors
 
     def digest(self, pages: Any) -> str:
         """Checksum of these pages as they are now, as `rank_child.digest` has it."""
