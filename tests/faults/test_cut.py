@@ -40,7 +40,7 @@ def sides(it: Scene, peer: Remote, side: str) -> tuple[Side, Side]:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_the_control_connection_is_cut_while_data_flows(way: Way, big_other: Remote, side: str) -> None:
-    """By a reset, then by an end of file, then by a reset: it is made anew and no room is the worse for it."""
+    """By a reset, an end of file, and a reset: it is made anew, and no room is the worse for it."""
     with scene(way, big_other, field=100, **SLOW_FENCE) as it, peer_of(way, it, **SLOW_FENCE) as peer:
         source, target = sides(it, peer, side)
         with Relay(source.address) as relay:
@@ -48,7 +48,7 @@ def test_the_control_connection_is_cut_while_data_flows(way: Way, big_other: Rem
             for reset in (True, False, True):
                 before = relay.accepted
                 assert relay.cut(reset=reset) >= 1
-                eventually(lambda n=before: relay.accepted > n, "a new session")  # type: ignore[misc]
+                eventually(lambda n=before: relay.accepted > n, "a new session")
             source.push(room, it.source, tokens=tokens(it.field), layers=(31, 32))
             assert endings(it.here.end(room)) == SUCCESS, it.here.last
             assert endings(peer.end(room)) == SUCCESS, peer.last
@@ -62,7 +62,9 @@ def test_the_control_connection_is_cut_while_data_flows(way: Way, big_other: Rem
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_control_is_a_black_hole_while_data_flows(way: Way, big_other: Remote, side: str) -> None:
-    """Beyond the fence, with both processes alive and the data path whole: pages are quarantined until the peer has answered."""
+    """Beyond the fence, with both processes alive and the data path whole: pages are quarantined until the
+    peer has answered.
+    """
     with scene(way, big_other, field=100) as it, peer_of(way, it) as peer:
         source, target = sides(it, peer, side)
         with Relay(source.address) as relay:
@@ -90,7 +92,9 @@ def test_control_is_a_black_hole_while_data_flows(way: Way, big_other: Remote, s
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_the_data_path_dies_while_control_lives(way: Way, big_other: Remote, side: str) -> None:
-    """UCX's TCP connections, or the shared memory's Unix socket. What is lost is said on both sides; the peer is of use again."""
+    """UCX's TCP connections, or the shared memory's Unix socket. What is lost is said on both sides; the
+    peer is of use again.
+    """
     with scene(way, big_other, field=100) as it:
         unix = unix_connections(os.getpid())
         with peer_of(way, it) as peer:

@@ -1,7 +1,7 @@
 """A bad network: loss, delay, a cut and a black hole, between two network namespaces.
 
-The packets pass through a process of ours (support/link_child.py). To the safety rules the two are hosts of their own: the
-kernel of this one does not hold what they send each other.
+The packets pass through a process of ours (support/link_child.py). To the safety rules the two are hosts of
+their own: the kernel of this one does not hold what they send each other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from link import BadLine
 from scene import ENDINGS, SUCCESS, Scene, endings, far_scene, hand_off, nothing_happens, works_again
 from two import eventually
-from ways import BIG, POSIX, QUICK, SHM, SMALL, TCP, Remote, Way, params, tokens
+from ways import BIG, QUICK, SHM, SMALL, TCP, Remote, Way, params, tokens
 
 import kvxfer as kx
 
@@ -97,8 +97,8 @@ def test_a_short_cut_in_mid_write_costs_nothing_but_time(way: Way) -> None:
 @pytest.mark.parametrize("way", params(TCP), indirect=True)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_black_hole_beyond_the_fence(way: Way, side: str) -> None:
-    """Over TCP from another host a peer's word is not taken once the network has swallowed it: its pages wait for the operator,
-    also after it is back. What the survivor has sent, it can end by itself.
+    """Over TCP from another host a peer's word is not taken once the network has swallowed it: its pages
+    wait for the operator, also after it is back. What the survivor has sent, it can end by itself.
     """
     with hosts(way, BIG, 40, **QUICK) as h:
         it, room = h.it, h.it.room()
@@ -122,7 +122,7 @@ def test_a_black_hole_beyond_the_fence(way: Way, side: str) -> None:
             nothing_happens(2.5, lambda: it.here.stats()["quarantined_pages"] == len(it.field))
             it.here.rest(it.field)
             refused = it.room()
-            it.here.expect(refused, it.beside + 1, tokens=tokens(it.beside), source=h.far.address)
+            it.here.expect(refused, it.beside + 5, tokens=tokens(it.beside), source=h.far.address)
             (no,) = it.here.end(refused)
             it.give_up(refused)
             assert (no["error"], no["released"]) == ("PeerLost", True)
@@ -137,16 +137,18 @@ def test_a_black_hole_beyond_the_fence(way: Way, side: str) -> None:
         works_again(it, h.far)
 
 
-@pytest.mark.parametrize("way", params(TCP, POSIX), indirect=True)
+@pytest.mark.parametrize("way", params(TCP), indirect=True)
 def test_a_death_behind_a_slow_line_releases_nothing(way: Way) -> None:
-    """Its process is seen to die at once, since it is on this machine; what it has sent still comes, and is no other room's."""
+    """Its process is seen to die at once, since it is on this machine; what it has sent still comes, and is
+    no other room's.
+    """
     with hosts(way, BIG, 40, **PATIENT) as h:
         it, room = h.it, h.it.room()
         it.here.expect(room, it.field, tokens=tokens(it.field), source=h.far.address)
         eventually(lambda: it.here.state(room) == "Waiting", "the grant is out")
         h.line.set(delay_ms=2500)
         h.far.push(room, it.source, tokens=tokens(it.field), last=False)
-        eventually(lambda: h.line.set(delay_ms=2500)["bytes"] >= 0 and h.far.state(room) == "Transferring", "sent")
+        eventually(lambda: h.far.state(room) == "Transferring", "sent")
         h.far.kill()
         failure = it.here.first(room)
         assert (failure["state"], failure["error"], failure["released"]) == ("Failed", "PeerLost", False)

@@ -20,7 +20,9 @@ FOUR = [{"tp_rank": rank, "tp_size": 4} for rank in range(4)]
 
 @pytest.mark.parametrize("how", ["it fails", "it dies"])
 def test_case_13_one_of_four_pieces_fails(way: Way, how: str) -> None:
-    """One failure, a release only after the other three have ended, never a success of three, and no long wait."""
+    """One failure, a release only after the other three have ended, never a success of three, and no long
+    wait.
+    """
     pages, dst = 64, list(range(1, 41, 2))
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(Remote(way, WIDE, pages, shard=FOUR[0], name="p0", engine="p", seed=1))
@@ -48,7 +50,7 @@ def test_case_13_one_of_four_pieces_fails(way: Way, how: str) -> None:
         for n in (0, 1, 3):
             sources[n].push(room, range(20), tokens=tokens(dst), last=n == 0)
         for n in (0, 1, 3):
-            eventually(lambda n=n: sources[n].stats()["deliveries"] == 0, "delivered")  # type: ignore[misc]
+            eventually(lambda n=n: sources[n].stats()["deliveries"] == 0, "delivered")
         began = time.monotonic()
         assert decode.state(room) in ("Waiting", "Transferring")
         assert decode.more() == []
@@ -71,7 +73,9 @@ def test_case_13_one_of_four_pieces_fails(way: Way, how: str) -> None:
 
 
 def test_case_16_a_stale_grant_gives_nobody_anothers_answer(way: Way, other: Remote) -> None:
-    """Decode cancels and gives the pages to another prompt at once; what is pushed for the first goes nowhere, early or late."""
+    """Decode cancels and gives the pages to another prompt at once; what is pushed for the first goes
+    nowhere, early or late.
+    """
     with scene(way, other) as it, Remote(way, SMALL, it.here.pages, name="late", seed=3) as late:
         even = np.arange(10) * 2
         hand_off(late, it.here, even, it.field[:10])
@@ -98,7 +102,9 @@ def test_case_16_a_stale_grant_gives_nobody_anothers_answer(way: Way, other: Rem
 
 
 def test_case_14_success_is_told_with_the_last_byte(way: Way, big_other: Remote) -> None:
-    """Looked at in the moment of the event, page by page from the last one, while another room's bytes are on their way."""
+    """Looked at in the moment of the event, page by page from the last one, while another room's bytes are
+    on their way.
+    """
     with scene(way, big_other, field=100) as it, Remote(way, BIG, it.here.pages, name="big", seed=3) as big:
         first, second = it.field[:50], it.field[50:]
         for n in range(4):
@@ -138,8 +144,8 @@ def test_case_14_what_comes_before_the_other_side_knows_the_room_is_kept(
 
 
 def test_case_24_a_storm_of_first_contacts(way: Way) -> None:
-    """240 rooms at once between agents that have never met: all succeed, over one connection for each pair, and the next 240
-    make none.
+    """240 rooms at once between agents that have never met: all succeed, over one connection for each pair,
+    and the next 240 make none.
     """
     rooms_of, agents = 40, 6
     small: dict[str, Any] = SMALL | {"layers": 1}
@@ -166,7 +172,7 @@ def test_case_24_a_storm_of_first_contacts(way: Way) -> None:
                 assert endings(prefill.end(room)) == SUCCESS
             # One session for each pair, whatever the number of rooms; look-ups are over.
             for agent in decodes:
-                eventually(lambda a=agent: a.stats()["connections"] == 1, "one connection")  # type: ignore[misc]
+                eventually(lambda a=agent: a.stats()["connections"] == 1, "one connection")
                 assert agent.stats()["sessions"] == 1, f"round {round_}"
                 assert agent.stats()["failed"] == 0
             stats = prefill.stats()
@@ -175,8 +181,8 @@ def test_case_24_a_storm_of_first_contacts(way: Way) -> None:
 
 
 def test_case_24_a_storm_of_agents(way: Way) -> None:
-    """240 agents that have never met it call on one at once, each with its own handshake. (Over shm: with UCX's workers this
-    would be a test of the machine.)
+    """240 agents that have never met it call on one at once, each with its own handshake. (Over shm: with
+    UCX's workers this would be a test of the machine.)
     """
     if way.fabric != "shm":
         count = 24

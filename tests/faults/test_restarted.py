@@ -18,8 +18,8 @@ def start(way: Way, it: Scene, seed: int, listen: str = "127.0.0.1:0") -> Remote
 @pytest.mark.parametrize("place", ["the same port", "another port"])
 @pytest.mark.parametrize("in_use", [False, True], ids=["idle", "granted"])
 def test_case_17_prefill_restarts(way: Way, other: Remote, place: str, in_use: bool) -> None:
-    """The same name, host and, if so, port: rooms of the old one fail and release, what the new one pushes for them goes
-    nowhere, and the next room works with no restart of the survivor.
+    """The same name, host and, if so, port: rooms of the old one fail and release, what the new one pushes
+    for them goes nowhere, and the next room works with no restart of the survivor.
     """
     with scene(way, other) as it, contextlib.ExitStack() as stack:
         first = stack.enter_context(start(way, it, 1))
@@ -89,4 +89,4 @@ def test_case_17_a_stranger_at_the_old_port_is_not_the_peer(way: Way, other: Rem
             )
             (event,) = it.is_over(room, it.field, 10)
             assert (event["state"], event["error"]) == ("Failed", "TransferTimeout")
-        assert SUCCESS != endings([event])
+        assert endings([event]) != SUCCESS

@@ -1,4 +1,4 @@
-"""SIGSTOP and SIGCONT of either side: shorter and longer than any timeout, and while the other side closes."""
+"""SIGSTOP and SIGCONT of either side: for less and for more than any timeout, and while one closes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def test_prefill_is_stopped_in_mid_write_beyond_the_fence(way: Way, big_other: R
 
 
 def test_decode_is_stopped_in_mid_write_beyond_the_fence(way: Way, big_other: Remote) -> None:
-    """The source's pages are free once its own writes have ended; what the sleeper has of them, it gives up by itself."""
+    """The source's pages are free once its own writes have ended; what the sleeper has of them, it gives up
+    by itself.
+    """
     with scene(way, big_other, field=100) as it, sleeper(way, it) as peer:
         room, src = it.room(), it.source
         peer.expect(room, it.field, tokens=tokens(src), source=it.here.address)
@@ -114,8 +116,8 @@ def test_decode_is_stopped_in_mid_write_beyond_the_fence(way: Way, big_other: Re
     ids=lambda given: given.name if isinstance(given, Way) else given,
 )
 def test_case_12_a_sender_that_never_answers(way: Way, other: Remote, ground: str) -> None:
-    """Pages come back by answer, fence, death or the operator's word, not by a timeout; until then they are counted, and past
-    the limit the agent takes no room of anybody, and says why.
+    """Pages come back by answer, fence, death or the operator's word, not by a timeout; until then they are
+    counted, and past the limit the agent takes no room of anybody, and says why.
     """
     with scene(way, other, quarantine_limit=10) as it, sleeper(way, it) as peer:
         room, dst = it.room(), it.field
@@ -133,7 +135,7 @@ def test_case_12_a_sender_that_never_answers(way: Way, other: Remote, ground: st
         assert not failure["released"]
         eventually(lambda: it.here.stats()["quarantined_pages"] == len(dst), "counted")
         refused = it.room()
-        it.here.expect(refused, it.beside + 1, tokens=tokens(it.beside), source=other.address)
+        it.here.expect(refused, it.beside + 5, tokens=tokens(it.beside), source=other.address)
         (no,) = it.here.end(refused)
         it.give_up(refused)
         assert (no["error"], no["released"]) == ("Unhealthy", True)
@@ -156,14 +158,20 @@ def test_case_12_a_sender_that_never_answers(way: Way, other: Remote, ground: st
 
 @pytest.mark.parametrize("way", params(TCP, POSIX), indirect=True)
 def test_a_rooms_timeout_releases_nothing(way: Way, other: Remote) -> None:
-    """Case 12 with a peer of which nobody suspects anything: its answer is what releases, whenever it comes."""
+    """Case 12 with a peer of which nobody suspects anything: its answer is what releases, whenever it
+    comes.
+    """
     with scene(way, other, **CALM) as it, sleeper(way, it, **CALM) as peer:
         room, dst = it.room(), it.field
         it.here.expect(room, dst, tokens=tokens(dst), source=peer.address, timeout=0.4)
         eventually(lambda: it.here.state(room) == "Waiting", "the grant is out", pause=0)
         peer.stop()
         failure = it.here.first(room)
-        assert (failure["state"], failure["error"], failure["released"]) == ("Failed", "TransferTimeout", False)
+        assert (failure["state"], failure["error"], failure["released"]) == (
+            "Failed",
+            "TransferTimeout",
+            False,
+        )
         nothing_happens(0.5, lambda: it.here.stats()["quarantined_pages"] == len(dst))
         assert it.here.more() == []
         peer.go_on()
@@ -173,7 +181,9 @@ def test_a_rooms_timeout_releases_nothing(way: Way, other: Remote) -> None:
 
 
 def test_a_source_is_stopped_while_the_receiver_closes(way: Way) -> None:
-    """`close` ends in time, says what is still out, and keeps that memory: what is written later harms nobody."""
+    """`close` ends in time, says what is still out, and keeps that memory: what is written later harms
+    nobody.
+    """
     with (
         Remote(way, BIG, 64, name="source", seed=1) as source,
         Remote(way, BIG, 64, name="receiver", seed=2) as receiver,

@@ -158,11 +158,11 @@ def _connected(pid: int) -> Iterator[tuple[Ports, int]]:
 
 
 def data_connections(one: int, two: int, control: set[int]) -> list[tuple[Ports, int]]:
-    """TCP connections between two processes but those to these control ports, with the first one's descriptors."""
+    """TCP connections between two processes but those to these control ports, with the first one's
+    descriptors.
+    """
     mirrored = {(b, a) for (a, b), _ in _connected(two)}
-    return [
-        (ports, fd) for ports, fd in _connected(one) if ports in mirrored and not control & set(ports)
-    ]
+    return [(ports, fd) for ports, fd in _connected(one) if ports in mirrored and not control & set(ports)]
 
 
 def unix_connections(pid: int) -> set[int]:

@@ -30,7 +30,8 @@ def scramble(index: Words, seed: int, region: int) -> Words:
 class Guarded:
     """A pool with one page of canaries before and one after every region; the agent is given what is between.
 
-    Pages that are not granted are canaries too: `rest` compares every byte of the pool that no room may write.
+    Pages that are not granted are canaries too: `rest` compares every byte of the pool that no room may
+    write.
     """
 
     def __init__(

@@ -36,12 +36,12 @@ class BadLine:
             enter += [f"--user=/proc/{self.child.pid}/ns/user", "--preserve-credentials"]
         # UCX looks for devices in /sys, which shows those of the namespace in which it was mounted.
         mount = ["unshare", "--mount", "sh", "-c", 'mount -t sysfs sysfs /sys && exec "$0" "$@"']
-        self.near_prefix, self.far_prefix = (
-            [*enter, f"--net={space}", *mount] for space in said["spaces"]
-        )
+        self.near_prefix, self.far_prefix = ([*enter, f"--net={space}", *mount] for space in said["spaces"])
 
     def set(self, **given: Any) -> dict[str, int]:
-        """`delay_ms` (but not for TCP's `spare_ports`), `loss` (0 to 1), `dead`; what is not given is off. Returns the counts."""
+        """`delay_ms` (but not for TCP's `spare_ports`), `loss` (0 to 1), `dead`; what is not given is off.
+        Returns the counts.
+        """
         assert self.child.stdin
         assert self.child.stdout
         self.child.stdin.write(json.dumps(given) + "\n")

@@ -1,7 +1,9 @@
 """A network of two hosts that loses, delays, cuts and swallows packets, as a process of its own.
 
-It makes two network namespaces, each with a TUN device, and carries the packets between them itself, seeded: the
-kernel need have no netem. Orders are JSON lines on standard input, `{"delay_ms": 5, "loss": 0.05, "dead": false,
+It makes two network namespaces, each with a TUN device, and carries the packets between them itself,
+seeded: the kernel need have no netem. Orders are JSON lines on standard input, `{"delay_ms": 5, "loss":
+0.05, "dead":
+false,
 "spare_ports": [...]}`; each is answered by one line with what was carried. The first line out tells where
 the namespaces are, or why there are none.
 
@@ -62,7 +64,8 @@ def device(address: str) -> int:
         f"link set kvx0 up mtu {MTU} txqueuelen {QUEUE}",
         "link set lo up",
     ):
-        subprocess.run(["ip", *words.split()], check=True, capture_output=True, text=True)
+        path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+        subprocess.run(["ip", *words.split()], check=True, capture_output=True, text=True, env={"PATH": path})
     return tun
 
 

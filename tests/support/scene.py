@@ -1,7 +1,7 @@
 """A survivor, a peer that stays well, and what must hold after something has happened to a third.
 
-`scene` is the frame of every fault test: it takes stock, lets the test do its worst, and checks afterwards that
-the survivor is as good as new. What it checks is listed at `Scene.afterwards`.
+`scene` is the frame of every fault test: it takes stock, lets the test do its worst, and checks afterwards
+that the survivor is as good as new. What it checks is listed at `Scene.afterwards`.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ class Scene:
         return events
 
     def afterwards(self) -> None:
-        """The other rooms finish with the right bytes; every room has ended once; nothing is granted, quarantined or under
-        way; the field's pages carry the next room; no canary has changed, here or at the other; descriptors
+        """The other rooms finish with the right bytes; every room has ended once; nothing is granted,
+        quarantined or under way; the field's pages carry the next room; no canary has changed, here or at
+        the other; descriptors
         and threads are as many as before.
         """
         here, other, beside = self.here, self.other, np.arange(BESIDE) + BESIDE
@@ -116,7 +117,7 @@ class Scene:
         # Given away at once, with other bytes: whatever comes late would be seen.
         src = np.arange(len(self.field)) + 2 * BESIDE
         hand_off(other, here, src % (other.pages - 3 * BESIDE), self.field)
-        eventually(lambda: self._as_before(), f"{self.before}, but now {here.footprint()}", 15)
+        eventually(self._as_before, f"{self.before}, but now {here.footprint()}", 15)
         here.rest()
         other.rest()
         assert here.more() == [], "an event that nobody can explain"
@@ -133,7 +134,7 @@ class Scene:
 
 @contextlib.contextmanager
 def scene(way: Way, other: Remote, *, field: int = 20, **given: Any) -> Iterator[Scene]:
-    """A survivor in this process. `field` pages are for the test; `other` is shared by the tests of a file."""
+    """A survivor in this process. `field` pages are for the test; `other` serves all tests of a file."""
     warm(way, other)
     gc.collect()
     outer = footprint()

@@ -38,7 +38,9 @@ class Rank:
         prefix: Sequence[str] = (),
         **agent: Any,
     ) -> None:
-        """`guard`: its memory is a `guarded.Guarded`. `prefix`: words before its command, for instance nsenter's."""
+        """`guard`: its memory is a `guarded.Guarded`. `prefix`: words before its command, for instance
+        nsenter's.
+        """
         self.layout, self.shard = kx.PageLayout(**layout), kx.Shard(**(shard or {}))
         self.name, self.guard = name, guard
         self.pages, self.seed, self.alloc = pages, seed, alloc
