@@ -184,7 +184,10 @@ def main() -> None:
                     rank.agent.close()
                     return
                 ((order, given),) = json.loads(line).items()
-                say(done=getattr(rank, order)(given) or {})
+                try:
+                    say(done=getattr(rank, order)(given) or {})
+                except kx.KvxferError as error:
+                    say(done={"refused": type(error).__name__, "text": str(error)})
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ class Rank:
         while "done" not in (answer := self._read()):
             self._said.append(answer)
         found: dict[str, Any] = answer["done"]
+        if "refused" in found:
+            raise getattr(kx, found["refused"])(found["text"])
         return found
 
     def push(self, room: int, pages: Any, **arguments: Any) -> int:

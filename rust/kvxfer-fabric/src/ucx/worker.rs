@@ -41,7 +41,9 @@ const WORKER_DESCRIPTORS: usize = 32;
 fn need_descriptors() -> Result<(), FabricError> {
     let few = |e: rustix::io::Errno| FabricError::Os {
         call: "ucp_worker_create",
-        why: format!("fewer than {WORKER_DESCRIPTORS} descriptors are free ({e}): raise the limit (ulimit -n)"),
+        why: format!(
+            "fewer than {WORKER_DESCRIPTORS} descriptors are free ({e}): raise the limit (ulimit -n)"
+        ),
     };
     let first = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).map_err(few)?;
     let mut held = Vec::with_capacity(WORKER_DESCRIPTORS);
