@@ -154,7 +154,10 @@ def test_a_death_behind_a_slow_line_releases_nothing(way: Way) -> None:
         assert (failure["state"], failure["error"], failure["released"]) == ("Failed", "PeerLost", False)
         nothing_happens(2, lambda: it.here.stats()["quarantined_pages"] == len(it.field))
         assert it.here.more() == []
-        h.line.set()
+        # The operator sees to it that nothing can be on its way any more.
+        h.line.set(dead=True)
+        it.cut_off = True
+        nothing_happens(0.5, lambda: it.here.stats()["quarantined_pages"] == len(it.field))
         it.here.evict("far")
         assert endings(it.here.end(room)) == [("Released", True)]
         it.here.settle(it.field)

@@ -62,8 +62,9 @@ class Scene:
         self.field: Pages = rng.permutation(np.arange(field)) * 2 + 1
         self.source: Pages = rng.permutation(2 * field)[:field]
         self.first_beside = 2 * field + 2
+        # The network to a peer is gone for good: UCX keeps the sockets to it for as long as TCP hopes.
+        self.cut_off = False
         self.rooms: list[int] = []
-        self.left: list[int] = []
         beside = np.arange(BESIDE)
         self.inward, self.outward = kx.new_room(), kx.new_room()
         self.beside: Pages = self.first_beside + beside
@@ -129,7 +130,7 @@ class Scene:
         return all(stats[name] == 0 for name in GAUGES)
 
     def _as_before(self) -> bool:
-        return self.here.footprint() == self.before
+        return self.cut_off or self.here.footprint() == self.before
 
 
 @contextlib.contextmanager

@@ -58,8 +58,8 @@ fn case_15_a_long_wait_put_in_first_delays_no_short_one() {
     for (long_first, short) in [(true, 2), (false, 1)] {
         let (mut net, _) = net(15, Mover::Sender, 1, 1);
         let waits = if long_first { [480, 30] } else { [30, 480] };
-        for (r, wait) in (1u64..).zip(waits) {
-            let mut p = push(r, r, &[r as u32], (0, 4));
+        for ((r, page), wait) in [(1, 1), (2, 2)].into_iter().zip(waits) {
+            let mut p = push(r, r, &[page], (0, 4));
             p.bootstrap_timeout = seconds(wait);
             net.push(0, p);
         }
