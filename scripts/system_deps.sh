@@ -1,12 +1,26 @@
 #!/usr/bin/env bash
-# Makes sure that the system's own UCX (Debian's libucx0: older than the wheel, built with verbs) is there for
-# the tests that run against it. Needs root and apt; without them it says which tests will be skipped.
+# Makes sure that what some tests need of the system is there: Debian's libucx0 (older than the wheel, built with verbs),
+# for the tests that run against it, and iproute2's `ip`, for those on a bad network. Needs root and apt; without them
+# it says which tests will be skipped.
 # KVXFER_SYSTEM_DEPS=0 leaves the machine as it is.
 set -euo pipefail
 
 have_ucx() {
     ldconfig -p 2>/dev/null | grep -q 'libucp\.so\.0'
 }
+
+have_ip() {
+    command -v ip >/dev/null 2>&1 || [ -x /usr/sbin/ip ] || [ -x /sbin/ip ]
+}
+
+if ! have_ip && [ "${KVXFER_SYSTEM_DEPS:-1}" != 0 ] && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
+    echo "kvxfer: installing iproute2 for the tests on a bad network (about 10 s)"
+    ip_install=(apt-get install -y --no-install-recommends -o DPkg::Lock::Timeout=120 iproute2)
+    export DEBIAN_FRONTEND=noninteractive
+    "${ip_install[@]}" </dev/null >/dev/null 2>&1 \
+        || { apt-get update </dev/null >/dev/null 2>&1 || true; "${ip_install[@]}" </dev/null >/dev/null 2>&1; } || true
+fi
+have_ip || echo "kvxfer: no ip (iproute2): the tests on a bad network are skipped" >&2
 
 skip() {
     echo "kvxfer: no system UCX ($1): the tests against a system libucp.so.0 are skipped" >&2

@@ -181,7 +181,9 @@ def test_a_wrong_secret(secret: str | None) -> None:
     ],
     ids=["dtype", "kv_heads", "head_dim", "layers", "model", "role"],
 )
-def test_peers_that_do_not_fit(layout: dict[str, Any], agent: dict[str, Any], texts: list[str]) -> None:
+def test_case_18_peers_that_do_not_fit(
+    layout: dict[str, Any], agent: dict[str, Any], texts: list[str]
+) -> None:
     """Both sides are told the field and both values, and serve others as before."""
     given: dict[str, Any] = {}
     if "role" in agent:

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import resource
 import selectors
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from guarded import Guarded, footprint, scramble
 
 import kvxfer as kx
 
@@ -26,10 +30,7 @@ def fill(pool: kx.Pool, seed: int) -> None:
     """Words of eight bytes, none of which is there twice in any region of any seed."""
     for n, tensor in enumerate(pool.tensors.values()):
         flat = tensor.reshape(-1).view(np.uint8)
-        words = np.arange(-(-flat.nbytes // 8), dtype=np.uint64)
-        words += np.uint64((seed << 48) + (n << 32))
-        words *= np.uint64(0x9E3779B97F4A7C15)
-        words ^= words >> np.uint64(29)
+        words = scramble(np.arange(-(-flat.nbytes // 8), dtype=np.uint64), seed, n)
         flat[:] = words.view(np.uint8)[: flat.nbytes]
 
 
@@ -41,8 +42,12 @@ def digest(tensors: Tensors, pages: list[int]) -> str:
     return found.hexdigest()
 
 
+# Standard output is UCX's too, which writes its warnings there: they go to standard error.
+OUT = os.fdopen(os.dup(1), "w")
+
+
 def say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+    print(json.dumps(what), file=OUT, flush=True)
 
 
 def tell(ev: kx.Event) -> None:
@@ -63,10 +68,23 @@ class Rank:
     def __init__(self, setup: dict[str, Any]) -> None:
         layout, shard = kx.PageLayout(**setup["layout"]), kx.Shard(**setup["shard"])
         tls = setup["agent"].get("ucx_tls")
-        self.pool = kx.alloc(layout, shard, pages=setup["pages"], fabric=setup["alloc"], ucx_tls=tls)
-        fill(self.pool, setup["seed"])
+        self.footprint_before = footprint()
+        self.guarded: Guarded | None = None
+        self.pool: kx.Pool
+        memory: Any
+        if setup["guard"]:
+            self.guarded = Guarded(
+                layout, shard, pages=setup["pages"], seed=setup["seed"], fabric=setup["alloc"], tls=tls
+            )
+            self.pool = self.guarded.pool
+            memory = self.guarded.memory
+            self.tensors: Tensors = memory
+        else:
+            self.pool = kx.alloc(layout, shard, pages=setup["pages"], fabric=setup["alloc"], ucx_tls=tls)
+            fill(self.pool, setup["seed"])
+            memory = self.pool
+            self.tensors = self.pool.tensors
         self.pushes: dict[int, kx.Push] = {}
-        memory: Any = self.pool
         if setup["engine_memory"]:
             by_layer: dict[int, list[Any]] = {}
             for (_, layer, _), tensor in sorted(self.pool.tensors.items()):
@@ -100,13 +118,56 @@ class Rank:
         self.agent.open(room)
 
     def digest(self, pages: list[int]) -> dict[str, Any]:
-        return {"digest": digest(self.pool.tensors, pages)}
+        return {"digest": digest(self.tensors, pages)}
 
     def stats(self, _: Any) -> dict[str, Any]:
         return {"stats": self.agent.stats()}
 
+    def state(self, room: int) -> dict[str, Any]:
+        return {"state": self.agent.state(room)}
+
+    def evict(self, peer: str) -> None:
+        self.agent.evict(peer)
+
+    def footprint(self, _: Any) -> dict[str, Any]:
+        return footprint()
+
+    def settle(self, pages: list[int]) -> None:
+        assert self.guarded
+        self.guarded.settle(pages)
+
+    def received(self, given: dict[str, Any]) -> None:
+        assert self.guarded
+        self.guarded.received(**given)
+
+    def rest(self, granted: list[int]) -> None:
+        assert self.guarded
+        self.guarded.rest(granted)
+
+    def arrived(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Whether something was written to these pages, waited for."""
+        assert self.guarded
+        until = time.monotonic() + given["seconds"]
+        while not (found := self.guarded.arrived(given["pages"])) and time.monotonic() < until:
+            pass
+        return {"arrived": found}
+
+    def limit(self, given: dict[str, int]) -> None:
+        """Sets soft limits of this process, named as in `resource`."""
+        for name, value in given.items():
+            which = getattr(resource, f"RLIMIT_{name}")
+            resource.setrlimit(which, (value, resource.getrlimit(which)[1]))
+
+    def close(self, _: Any) -> dict[str, Any]:
+        """Closes the agent: what it gives back, and what the process has open afterwards."""
+        left = [{"room": one.room, "pages": one.pages, "peers": one.peers} for one in self.agent.close()]
+        for ev in self.agent.poll():
+            tell(ev)
+        return {"left": left, "footprint": footprint()}
+
 
 def main() -> None:
+    os.dup2(2, 1)
     rank = Rank(json.loads(sys.stdin.readline()))
     say(address=rank.agent.address)
     with selectors.DefaultSelector() as selector:
@@ -123,7 +184,10 @@ def main() -> None:
                     rank.agent.close()
                     return
                 ((order, given),) = json.loads(line).items()
-                say(done=getattr(rank, order)(given) or {})
+                try:
+                    say(done=getattr(rank, order)(given) or {})
+                except kx.KvxferError as error:
+                    say(done={"refused": type(error).__name__, "text": str(error)})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rank_child import digest, fill
@@ -34,15 +34,21 @@ class Rank:
         name: str = "prefill",
         env: dict[str, str] | None = None,
         engine_memory: bool = False,
+        guard: bool = False,
+        prefix: Sequence[str] = (),
         **agent: Any,
     ) -> None:
+        """`guard`: its memory is a `guarded.Guarded`. `prefix`: words before its command, for instance
+        nsenter's.
+        """
         self.layout, self.shard = kx.PageLayout(**layout), kx.Shard(**(shard or {}))
+        self.name, self.guard = name, guard
         self.pages, self.seed, self.alloc = pages, seed, alloc
         self._said: list[dict[str, Any]] = []
         self.last: dict[str, Any] = {}
         self._reference: kx.Pool | None = None
         self.child = subprocess.Popen(
-            [sys.executable, str(HERE / "rank_child.py")],
+            [*prefix, sys.executable, str(HERE / "rank_child.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -58,6 +64,7 @@ class Rank:
                     "alloc": alloc,
                     "name": name,
                     "engine_memory": engine_memory,
+                    "guard": guard,
                     "agent": agent,
                 }
             )
@@ -88,12 +95,21 @@ class Rank:
         while "done" not in (answer := self._read()):
             self._said.append(answer)
         found: dict[str, Any] = answer["done"]
+        if "refused" in found:
+            raise getattr(kx, found["refused"])(found["text"])
         return found
 
     def push(self, room: int, pages: Any, **arguments: Any) -> int:
         """Pushes, and returns the push's number."""
         push: int = self.order(push=dict(room=room, pages=[int(p) for p in pages], **arguments))["push"]
         return push
+
+    def cancel(self, room: int) -> None:
+        self.order(cancel=room)
+
+    def state(self, room: int) -> str | None:
+        found: str | None = self.order(state=room)["state"]
+        return found
 
     def expect(self, room: int, pages: Any, **arguments: Any) -> None:
         self.order(expect=dict(room=room, pages=[int(p) for p in pages], **arguments))
@@ -128,9 +144,11 @@ class Rank:
     def reference(self) -> Mapping[tuple[int, int, str], Any]:
         """What the child's pool held at its start, by (group, layer, part)."""
         if self._reference is None:
-            self._reference = kx.alloc(self.layout, self.shard, pages=self.pages, fabric="shm")
+            more = 2 if self.guard else 0
+            self._reference = kx.alloc(self.layout, self.shard, pages=self.pages + more, fabric="shm")
             fill(self._reference, self.seed)
-        return self._reference.tensors
+        tensors = self._reference.tensors
+        return {key: tensor[1:-1] for key, tensor in tensors.items()} if self.guard else tensors
 
     def digest(self, pages: Any) -> str:
         """Checksum of these pages as they are now, as `rank_child.digest` has it."""

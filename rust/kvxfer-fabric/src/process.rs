@@ -6,11 +6,11 @@
 use crate::shm::{HostId, start_time, watch};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
-const MAGIC: [u8; 4] = *b"kxP1";
-const BYTES: usize = 4 + 16 + 8 + 4 + 8;
+const MAGIC: [u8; 4] = *b"kxP2";
+const BYTES: usize = 4 + 16 + 8 + 4 + 8 + 8;
 
-/// What a peer on the same host needs to watch this process: boot, process-id namespace, id and start time. Empty if it
-/// cannot be found out.
+/// What a peer on the same host needs to watch this process: boot, process-id namespace, id, start time, and the network
+/// namespace. Empty if it cannot be found out.
 #[must_use]
 pub fn identity() -> Vec<u8> {
     let pid = std::process::id();
@@ -21,12 +21,16 @@ pub fn identity() -> Vec<u8> {
     out.extend_from_slice(&host.pid_ns.to_le_bytes());
     out.extend_from_slice(&pid.to_le_bytes());
     out.extend_from_slice(&start.to_le_bytes());
+    out.extend_from_slice(&host.net_ns.to_le_bytes());
     out
 }
 
 /// A descriptor that becomes readable when the process ends.
 #[derive(Debug)]
-pub struct ProcessWatch(OwnedFd);
+pub struct ProcessWatch {
+    fd: OwnedFd,
+    same_network: bool,
+}
 
 impl ProcessWatch {
     /// Watches the process that gave this identity, if it is another one of this host and alive.
@@ -37,19 +41,28 @@ impl ProcessWatch {
         let (pid_ns, rest) = rest.split_first_chunk::<8>()?;
         let (pid, rest) = rest.split_first_chunk::<4>()?;
         let (start, rest) = rest.split_first_chunk::<8>()?;
+        let (net_ns, rest) = rest.split_first_chunk::<8>()?;
         let here = HostId::of_this_process().ok()?;
         let same = *magic == MAGIC && *boot_id == here.boot_id && u64::from_le_bytes(*pid_ns) == here.pid_ns;
         let pid = u32::from_le_bytes(*pid);
         if !same || !rest.is_empty() || pid == std::process::id() {
             return None;
         }
-        watch(pid, u64::from_le_bytes(*start)).ok().flatten().map(Self)
+        let same_network = u64::from_le_bytes(*net_ns) == here.net_ns;
+        watch(pid, u64::from_le_bytes(*start)).ok().flatten().map(|fd| Self { fd, same_network })
+    }
+
+    /// Whether its connections to this process are the kernel's own loopback. Between network namespaces of one host there
+    /// can be anything, also what holds bytes for as long as it likes.
+    #[must_use]
+    pub fn same_network(&self) -> bool {
+        self.same_network
     }
 }
 
 impl AsFd for ProcessWatch {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.fd.as_fd()
     }
 }
 
@@ -70,7 +83,11 @@ mod tests {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let start = start_time(child.id()).unwrap();
         assert!(ProcessWatch::open(&of(child.id(), start + 1)).is_none(), "a recycled id");
+        let mut elsewhere = of(child.id(), start);
+        elsewhere[40] ^= 1;
+        assert!(!ProcessWatch::open(&elsewhere).unwrap().same_network(), "another network namespace");
         let watch = ProcessWatch::open(&of(child.id(), start)).unwrap();
+        assert!(watch.same_network());
         let readable = |secs| {
             let mut fds = [PollFd::from_borrowed_fd(watch.as_fd(), PollFlags::IN)];
             poll(&mut fds, Some(&Timespec { tv_sec: secs, tv_nsec: 0 })).unwrap() == 1

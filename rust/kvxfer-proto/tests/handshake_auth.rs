@@ -277,7 +277,7 @@ fn frames_left_out_are_found_out() {
 }
 
 #[test]
-fn versions_that_do_not_meet_are_named_on_both_sides() {
+fn case_18_versions_that_do_not_meet_are_named_on_both_sides() {
     for (ours, theirs) in [((1, 2), (3, 4)), ((5, 6), (1, 1))] {
         let hello = Config { versions: ours, ..config(INITIATOR, SECRET) };
         let answer = Config { versions: theirs, ..config(ACCEPTOR, SECRET) };

@@ -65,7 +65,7 @@ fn roles() {
 }
 
 #[test]
-fn mode_and_model() {
+fn case_18_mode_and_model() {
     refused(&["mode differs", "has \"push\"", "has \"pull\""], |_, d| d.mode = "pull".into());
     refused(&["model fingerprint differs", "has \"qwen\"", "has \"llama\""], |s, d| {
         s.model = "qwen".into();

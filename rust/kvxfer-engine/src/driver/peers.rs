@@ -43,6 +43,8 @@ pub(super) struct PeerIo {
     choices: Vec<Which>,
     /// Its process, if it is on this host.
     watch: Option<(ProcessWatch, WatchId)>,
+    /// Its process is or was on this host and in our network: what it has sent over TCP is in our kernel.
+    near: bool,
     /// Bytes came or went over UCX: what the kernel still holds of them is applied by our own worker.
     ucx: bool,
     /// The last fence failed because of TCP, or for an unknown reason.
@@ -204,6 +206,7 @@ impl Driver {
                 && let Some(watch) = ProcessWatch::open(&describe.process)
                 && let Some(id) = self.control.watch_process(&watch)
             {
+                io.near = watch.same_network();
                 io.watch = Some((watch, id));
                 self.watches.insert(id, key);
             }
@@ -391,8 +394,8 @@ impl Driver {
         }
     }
 
-    /// Lets go of dead peers of which nothing can arrive any more: everything that they sent on this host was in our
-    /// sockets by then, and the worker has found them empty since.
+    /// Lets go of dead peers of which nothing can arrive any more: everything that they sent on this host and network was in
+    /// our sockets by then, and the worker has found them empty since.
     pub(super) fn settle_dead(&mut self, now: Time) {
         let idle_at = self.fabrics_idle_at;
         let settled = |at: &Time| *at <= now && idle_at >= *at;
@@ -400,6 +403,17 @@ impl Driver {
         self.settling = left;
         let done: Vec<(Time, PeerKey)> = done;
         for (_, key) in done {
+            if self.peers.get(&key).is_some_and(|io| io.ucx && !io.near) {
+                if self.node.is_fencing(key) {
+                    // Only its end says whether TCP is among what the pages came over.
+                    self.settling.push((now.after(SETTLE / 16), key));
+                    continue;
+                }
+                if self.node.is_unfenceable(key) && self.peers.get(&key).is_some_and(|io| io.tcp) {
+                    // A network that is not ours alone may hold its bytes for as long as it likes: the operator's word.
+                    continue;
+                }
+            }
             self.node.handle_peer_died(now, key);
         }
     }
@@ -410,7 +424,7 @@ impl Driver {
         let idle_at = self.fabrics_idle_at;
         let answers = self.node.is_unfenceable(key) && its_generation >= self.node.link_state(key).1;
         let Some(io) = self.peers.get_mut(&key).filter(|io| io.ucx && answers) else { return true };
-        if io.tcp && io.watch.is_none() {
+        if io.tcp && !(io.near && io.watch.is_some()) {
             return false;
         }
         let settled_at = io.answered_at.get_or_insert(now).after(SETTLE);

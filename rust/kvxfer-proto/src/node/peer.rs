@@ -5,7 +5,10 @@ use super::{Action, Direction, Node, PeerKey, SessionUp, Timer};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{Room, Seq, SessionNo, Time};
 use crate::link::{Link, Resume};
-use crate::msg::Msg;
+use crate::msg::{Msg, RoomFailed};
+
+/// Rooms that a peer which was given up is to hear of later; what is beyond that ends there by its own timeout.
+const UNTOLD_LIMIT: usize = 4096;
 
 /// Where a fence stands.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
@@ -34,6 +37,8 @@ pub(super) struct Peer {
     pub(super) dead: bool,
     /// Messages to it were thrown away: it is to be lost.
     overflow: Option<Reason>,
+    /// Rooms that failed here while it was given up: it hears of them when it is of use again.
+    untold: Vec<(Room, Reason)>,
     /// It said goodbye, or another incarnation took its place: it will not come back.
     gone: bool,
     next_seq: u64,
@@ -90,6 +95,17 @@ impl Node {
                 self.timers.set(now, Timer::Peer(key));
                 0
             }
+        }
+    }
+
+    /// Keeps for later that a room has failed, since this peer cannot be told now.
+    pub(super) fn tell_later(&mut self, key: PeerKey, room: Room, reason: &Reason) {
+        if let Some(peer) = self.peers.get_mut(&key)
+            && !peer.dead
+            && !peer.gone
+            && peer.untold.len() < UNTOLD_LIMIT
+        {
+            peer.untold.push((room, reason.clone()));
         }
     }
 
@@ -212,6 +228,12 @@ impl Node {
     #[must_use]
     pub fn is_unfenceable(&self, key: PeerKey) -> bool {
         self.peers.get(&key).is_some_and(|p| matches!(p.fence, Fence::Impossible { .. }))
+    }
+
+    /// Whether a fence of this peer is under way.
+    #[must_use]
+    pub fn is_fencing(&self, key: PeerKey) -> bool {
+        self.peers.get(&key).is_some_and(|p| matches!(p.fence, Fence::Running { .. }))
     }
 
     /// A peer that could not be fenced comes back in our new generation: it has ended all that it did before.
@@ -376,7 +398,8 @@ impl Node {
         let Fence::Running { generation } = peer.fence else { return };
         peer.attached = None;
         match result {
-            Err(reason) if !peer.dead => {
+            // If no page is held because of it, there is nothing that an answer could set free.
+            Err(reason) if !peer.dead && self.inbound.values().any(|r| r.depends_on(key)) => {
                 peer.fence = Fence::Impossible { generation, reason };
                 // A peer that is still alive learns from the new generation that it has been given up, ends its own
                 // writes, and comes back in that generation: that is its answer.
@@ -403,6 +426,12 @@ impl Node {
             self.timers.set(now.after(self.cfg.forget_after), Timer::Peer(key));
         }
         self.restart_link(key, generation);
+        let untold = self.peers.get_mut(&key).map(|p| std::mem::take(&mut p.untold)).unwrap_or_default();
+        if self.peers.get(&key).is_some_and(|p| !p.dead && !p.gone) {
+            for (room, reason) in untold {
+                self.queue(now, key, Msg::RoomFailed(RoomFailed { room, reason }));
+            }
+        }
         self.inbound_fenced(now, key);
         self.outbound_fenced(now, key);
         if self.peers.get(&key).is_some_and(|p| p.dead || p.gone) {

@@ -66,6 +66,8 @@ impl Node {
         for rank in ranks {
             if self.peers.get(&rank.key).is_none_or(|p| p.unusable().is_none()) {
                 self.queue(now, rank.key, Msg::RoomFailed(RoomFailed { room, reason: reason.clone() }));
+            } else {
+                self.tell_later(rank.key, room, reason);
             }
         }
     }

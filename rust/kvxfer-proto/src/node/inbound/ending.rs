@@ -143,6 +143,8 @@ impl Node {
                     Msg::Cancel(Cancel { room, upto: seq, reason })
                 };
                 self.queue(now, key, msg);
+            } else {
+                self.tell_later(key, room, &reason);
             }
         }
         let Some(r) = self.inbound.get(&room) else { return };
