@@ -22,6 +22,9 @@ fn lost(text: &str) -> Reason {
 
 impl World {
     pub(crate) fn violate(&mut self, property: Property, text: String) {
+        if !self.setup.checks(property) {
+            return;
+        }
         self.violation.get_or_insert(Violation { property, text });
     }
 

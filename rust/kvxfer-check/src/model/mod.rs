@@ -3,10 +3,12 @@
 mod driver;
 mod explore;
 mod fp;
+mod staging;
 mod steps;
 mod world;
 
 pub use explore::{Counterexample, Report, Walks, explore, shortest, walk};
+pub use staging::{StagingReport, explore_staging};
 pub use steps::Step;
 pub use world::{D, Family, FaultKind, S0, S1, Setup, World};
 

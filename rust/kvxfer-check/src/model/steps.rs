@@ -424,6 +424,10 @@ impl World {
     /// What has to hold when nothing will happen any more.
     #[must_use]
     pub fn check_end(&self) -> Option<Violation> {
+        self.left_over().filter(|v| self.setup.checks(v.property))
+    }
+
+    fn left_over(&self) -> Option<Violation> {
         for at in self.setup.addresses().filter(|at| !self.procs[*at].stopped) {
             let p = &self.procs[at];
             let who = self.name(at);

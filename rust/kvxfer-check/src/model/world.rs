@@ -120,13 +120,19 @@ pub struct Setup {
     pub sources: usize,
     /// A rule that the machines break.
     pub flaw: Option<Flaw>,
+    /// Only this property is checked; all if `None`.
+    pub only: Option<super::Property>,
 }
 
 impl Setup {
     /// The whole world of this family with so many faults.
     #[must_use]
     pub fn new(family: Family, faults: u8) -> Self {
-        Self { family, faults, kinds: FaultKind::ALL.to_vec(), pieces: 1, prompt: false, sources: 2, flaw: None }
+        Self { family, faults, kinds: FaultKind::ALL.to_vec(), pieces: 1, prompt: false, sources: 2, flaw: None, only: None }
+    }
+
+    pub(crate) fn checks(&self, property: super::Property) -> bool {
+        self.only.is_none_or(|p| p == property)
     }
 
     /// The addresses that have a process.
