@@ -63,7 +63,9 @@ fn parse() -> Result<Args, String> {
             "--walks" => walks = number(value()?)?,
             "--prompt" => like.prompt = true,
             "--faults" => like.faults = u8::try_from(number(value()?)?).map_err(|e| e.to_string())?,
-            "--pieces" => like.pieces = u8::try_from(number(value()?)?.clamp(1, 2)).map_err(|e| e.to_string())?,
+            "--pieces" => {
+                like.pieces = u8::try_from(number(value()?)?.clamp(1, 2)).map_err(|e| e.to_string())?
+            }
             "--sources" => like.sources = if number(value()?)? == 1 { 1 } else { 2 },
             "--family" => {
                 let v = value()?;
@@ -77,7 +79,9 @@ fn parse() -> Result<Args, String> {
                 let v = value()?;
                 like.kinds = v
                     .split(',')
-                    .map(|k| FaultKind::ALL.into_iter().find(|f| f.name() == k).ok_or(format!("no fault {k}")))
+                    .map(|k| {
+                        FaultKind::ALL.into_iter().find(|f| f.name() == k).ok_or(format!("no fault {k}"))
+                    })
                     .collect::<Result<_, _>>()?;
             }
             other => return Err(format!("unknown argument {other}")),
@@ -199,9 +203,12 @@ fn main() -> ExitCode {
             });
         }
     });
-    match explore_staging(None, 3) {
+    match explore_staging(None, 2) {
         Ok(r) => {
-            println!("staging slots: {} states, {} transitions, complete: {}", r.states, r.transitions, r.complete);
+            println!(
+                "staging slots: {} states, {} transitions, complete: {}",
+                r.states, r.transitions, r.complete
+            );
             if !r.complete {
                 eprintln!("{:#?}", r.found);
                 fail();

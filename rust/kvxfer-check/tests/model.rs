@@ -10,7 +10,10 @@ fn complete(setup: &Setup, at_least: u64) {
     }
     assert!(r.complete);
     assert!(r.states >= at_least, "only {} states: the world has lost choices", r.states);
-    println!("complete: {} states, {} transitions, deepest path {}, {:?}", r.states, r.transitions, r.deepest, r.took);
+    println!(
+        "complete: {} states, {} transitions, deepest path {}, {:?}",
+        r.states, r.transitions, r.deepest, r.took
+    );
 }
 
 #[test]
@@ -26,8 +29,10 @@ fn one_source_and_any_fault_when_fences_complete() {
 }
 
 #[test]
-fn one_source_and_any_fault_when_no_fence_is_possible() {
-    complete(&Setup { sources: 1, ..Setup::new(Family::WritesUnfenced, 1) }, 50_000);
+fn one_source_and_a_fault_when_no_fence_is_possible() {
+    // Any fault takes 635,472 states: `make model` walks those.
+    let kinds = vec![FaultKind::Cancel, FaultKind::Timeout, FaultKind::LostSession];
+    complete(&Setup { sources: 1, kinds, ..Setup::new(Family::WritesUnfenced, 1) }, 5_000);
 }
 
 #[test]
@@ -64,8 +69,9 @@ fn a_seed_walks_the_same_path_again() {
 }
 
 #[test]
-fn staging_slots_with_three_faults() {
-    let r = explore_staging(None, 3).unwrap();
+fn staging_slots_with_two_faults() {
+    let r = explore_staging(None, 2).unwrap();
     assert!(r.complete, "{:#?}", r.found);
-    assert!(r.states >= 10_000, "only {} states", r.states);
+    assert!(r.states >= 10_000, "only {} states: the world has lost choices", r.states);
+    println!("complete: {} states, {} transitions, {:?}", r.states, r.transitions, r.took);
 }

@@ -1,6 +1,8 @@
 //! Each rule of the contract, broken on purpose, is caught: else the checker would prove nothing.
 
-use kvxfer_check::model::{Family, FaultKind, Property, Setup, Violation, explore, explore_staging, shortest};
+use kvxfer_check::model::{
+    Family, FaultKind, Property, Setup, Violation, explore, explore_staging, shortest,
+};
 use kvxfer_proto::node::Flaw;
 
 /// States after which a search gives up: far above what each of these needs.
@@ -73,12 +75,13 @@ fn no_tombstone_takes_a_push_for_a_room_that_is_over() {
     }
 }
 
-/// Numbers of the link mask old frames until a fence has started it afresh: then an old grant has a number that counts
-/// again. It takes a lost session and a peer's timeout.
+/// Numbers of the link mask old frames, until a fence or another incarnation has started it afresh: then a frame of an
+/// old session is taken for one of the new. The link itself notices a gap in the numbers; that is what is caught here.
 #[test]
-fn no_session_check_lets_an_old_grant_be_written() {
-    let faults = [FaultKind::LostSession, FaultKind::Timeout];
-    let setup = broken(Flaw::NoSessionCheck, Family::WritesUnfenced, &faults, Property::NoLateWrite);
+fn no_session_check_takes_a_frame_of_an_old_session_for_a_new_one() {
+    let faults = [FaultKind::Restart];
+    let setup =
+        broken(Flaw::NoSessionCheck, Family::WritesUnfenced, &faults, Property::HonestPeersKeepTheProtocol);
     let found = explore(&setup, LIMIT).unwrap().found.expect("the flaw is not caught").shortened();
     assert_eq!(found.replay().unwrap().0, Some(found.violation.clone()));
     println!("{found}");

@@ -22,7 +22,9 @@ pub const MAX_SLOTS: u32 = 1 << 16;
 #[derive(Clone, PartialEq, Eq, Debug, Error)]
 pub enum StagingError {
     /// The ring itself is not possible.
-    #[error("a ring of {count} slots of {slot_bytes} bytes: there may be 1 to {MAX_SLOTS} slots of at least 1 byte, and less than 2^63 bytes in all")]
+    #[error(
+        "a ring of {count} slots of {slot_bytes} bytes: there may be 1 to {MAX_SLOTS} slots of at least 1 byte, and less than 2^63 bytes in all"
+    )]
     BadRing {
         /// Slots asked for.
         count: u32,
@@ -106,9 +108,11 @@ impl Slot {
     pub const fn lease(&self) -> Option<Lease> {
         match self {
             Self::Free => None,
-            Self::Lent(l) | Self::Landed(l, _) | Self::Unpacking(l) | Self::Stopping(l) | Self::Quarantined(l) => {
-                Some(*l)
-            }
+            Self::Lent(l)
+            | Self::Landed(l, _)
+            | Self::Unpacking(l)
+            | Self::Stopping(l)
+            | Self::Quarantined(l) => Some(*l),
         }
     }
 }
@@ -497,7 +501,10 @@ mod tests {
         assert!(ring.unpack(mine, 0).is_err() && ring.unpacked(mine, 0).is_err());
         assert_eq!(ring, before);
         ring.landed(mine, 0, 64).unwrap();
-        assert!(matches!(ring.landed(mine, 0, 64), Err(StagingError::WrongSlot { is: "filled already", .. })));
+        assert!(matches!(
+            ring.landed(mine, 0, 64),
+            Err(StagingError::WrongSlot { is: "filled already", .. })
+        ));
     }
 
     #[test]
@@ -512,7 +519,10 @@ mod tests {
         let err = credits.grant(room(2), Seq(1), (0, 4)).unwrap_err();
         assert!(err.to_string().contains("slot 1 is lent to us already"), "{err}");
         assert_eq!(credits, before);
-        assert_eq!(credits.take(room(1), Seq(1), 65), Err(StagingError::TooLong { bytes: 65, slot_bytes: 64 }));
+        assert_eq!(
+            credits.take(room(1), Seq(1), 65),
+            Err(StagingError::TooLong { bytes: 65, slot_bytes: 64 })
+        );
         assert_eq!(credits.take(room(1), Seq(2), 1), Ok(None), "of another grant");
     }
 
@@ -550,7 +560,11 @@ mod tests {
         assert!(!credits.is_writing(room(1)));
         assert_eq!(credits.take(room(2), Seq(2), 1), Ok(Some(2)), "another room's stands");
         credits.stopped(room(2), 2).unwrap();
-        assert_eq!(credits.take(room(2), Seq(2), 1), Ok(Some(2)), "stopped by itself, it can be written again");
+        assert_eq!(
+            credits.take(room(2), Seq(2), 1),
+            Ok(Some(2)),
+            "stopped by itself, it can be written again"
+        );
         credits.lost();
         assert!(credits.written(room(2), 2).is_err());
     }

@@ -1,8 +1,8 @@
 //! What the driver in `kvxfer-engine` does, cut down to what decides right or wrong, and the engines on top.
 
 use super::world::{
-    Conn, D, EMPTY, End, EndState, Family, Item, JUNK, NOW, Running, World, Write, address, expect, index, room,
-    source, tag,
+    Conn, D, EMPTY, End, EndState, Family, Item, JUNK, NOW, Running, World, Write, address, expect, index,
+    room, source, tag,
 };
 use super::{Property, Violation};
 use kvxfer_proto::msg::{Frame, Msg};
@@ -98,7 +98,10 @@ impl World {
         let (who, end) = self.ends_of(at, key);
         for c in &mut self.conns {
             if c.who == who && c.session == session && c.ends[end].state == EndState::Open {
-                Arc::make_mut(c).ends[end].state = EndState::Closing;
+                let c = Arc::make_mut(c);
+                c.ends[end].state = EndState::Closing;
+                // A socket that is closed with bytes unread resets the connection, and what we sent may be lost.
+                c.cut |= !c.ends[end].inbox.is_empty();
             }
         }
     }
@@ -124,7 +127,8 @@ impl World {
             self.violate(Property::OneRelease, format!("room {} was released twice at {who}", event.room));
         }
         if seen.success > 0 && seen.released == 0 || seen.success + seen.failed == 0 && seen.released > 0 {
-            let text = format!("room {} at {who}: {:?} without its release, or the reverse", event.room, event.kind);
+            let text =
+                format!("room {} at {who}: {:?} without its release, or the reverse", event.room, event.kind);
             self.violate(Property::OneRelease, text);
         }
         if event.kind == EventKind::Success && seen.cancelled {
@@ -203,7 +207,10 @@ impl World {
             session,
             serial,
             cut: false,
-            ends: [end(VecDeque::from([Item::Describe { received, generation }]), 0), end(VecDeque::new(), generation)],
+            ends: [
+                end(VecDeque::from([Item::Describe { received, generation }]), 0),
+                end(VecDeque::new(), generation),
+            ],
         }));
     }
 
@@ -321,8 +328,7 @@ impl World {
             self.proc(at).node.handle_delivery(NOW, d.id, DeliveryEnd::Aborted);
             return;
         };
-        let running =
-            Running { key: d.peer, room: index(d.room), push: d.push, posted: 0, aborted: false };
+        let running = Running { key: d.peer, room: index(d.room), push: d.push, posted: 0, aborted: false };
         self.proc(at).running.insert(d.id, running);
         if d.peer.direction == Direction::TheyGrant {
             self.post(at, d.id, ep);
@@ -424,7 +430,8 @@ impl World {
     /// The end of a delivery comes back: all that was posted of it has landed.
     pub(crate) fn complete(&mut self, at: usize, id: DeliveryId) {
         let Some(r) = self.proc(at).running.remove(&id) else { return };
-        let end = if r.aborted { DeliveryEnd::Aborted } else { DeliveryEnd::Complete { bytes: 0, writes: 0 } };
+        let end =
+            if r.aborted { DeliveryEnd::Aborted } else { DeliveryEnd::Complete { bytes: 0, writes: 0 } };
         self.order(at, |n| n.handle_delivery(NOW, id, end));
     }
 

@@ -30,7 +30,8 @@ impl Counterexample {
         let mut words = Vec::new();
         for step in &self.steps {
             words.push(w.describe(step));
-            let Some(next) = w.after(step) else { return Ok((None, words)) };
+            let next = Some(step).filter(|s| w.steps().contains(s)).and_then(|s| w.after(s));
+            let Some(next) = next else { return Ok((None, words)) };
             w = next;
             if w.violation.is_some() {
                 return Ok((w.violation, words));

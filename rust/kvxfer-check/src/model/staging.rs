@@ -208,7 +208,12 @@ impl State {
                 let owner = self.ring.slots()[w.slot as usize];
                 let may = matches!(owner, Slot::Lent(l) | Slot::Quarantined(l) if l == lease(w.peer, w.room));
                 if !may {
-                    let text = format!("a write of sender {} for room {} landed in slot {}, which is {owner:?}", w.peer, room(w.room), w.slot);
+                    let text = format!(
+                        "a write of sender {} for room {} landed in slot {}, which is {owner:?}",
+                        w.peer,
+                        room(w.room),
+                        w.slot
+                    );
                     return Err(wrong(Property::NoLateWrite, text));
                 }
                 self.content[w.slot as usize] = Some((w.peer, w.room));
@@ -293,7 +298,10 @@ impl State {
             Some(Message::Filled(r, n)) => {
                 let landing = honest(self.ring.landed(lease(p, r), n, BYTES))?;
                 if landing == Landing::Unpack && self.failed[r] {
-                    return Err(wrong(Property::CancelledFailsAtOnce, "a failed room's slot is to be unpacked"));
+                    return Err(wrong(
+                        Property::CancelledFailsAtOnce,
+                        "a failed room's slot is to be unpacked",
+                    ));
                 }
             }
             Some(Message::Drained(r)) => {
@@ -313,7 +321,10 @@ impl State {
         let r = super::world::index(l.room);
         let p = usize::from(l.peer == key(1));
         if self.content[n as usize] != Some((p, r)) {
-            let text = format!("slot {n} was unpacked for room {}, but holds {:?}", l.room, self.content[n as usize]);
+            let text = format!(
+                "slot {n} was unpacked for room {}, but holds {:?}",
+                l.room, self.content[n as usize]
+            );
             return Err(wrong(Property::SuccessHasAllBytes, text));
         }
         self.parts[p][r].unpacked += 1;
@@ -322,7 +333,10 @@ impl State {
 
     fn check_end(&self) -> Option<Violation> {
         if self.ring.free() != SLOTS || !self.writes.is_empty() {
-            return Some(wrong(Property::EveryPageComesBack, format!("in the end the slots are {:?}", self.ring.slots())));
+            return Some(wrong(
+                Property::EveryPageComesBack,
+                format!("in the end the slots are {:?}", self.ring.slots()),
+            ));
         }
         let stuck = (0..ROOMS).find(|r| !self.failed[*r] && !self.is_whole(*r));
         stuck.map(|r| wrong(Property::OneEnd, format!("room {} never ends", room(r))))

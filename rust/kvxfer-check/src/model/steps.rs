@@ -5,8 +5,8 @@ use super::world::{
     D, EndState, Family, FaultKind, Item, NOW, ROOMS, S1, World, Write, address, cancelled, push, room,
 };
 use super::{Property, Violation};
-use kvxfer_proto::node::{DeliveryId, Direction, PeerKey, Wait};
 use kvxfer_proto::Incarnation;
+use kvxfer_proto::node::{DeliveryId, Direction, PeerKey, Wait};
 use std::fmt;
 use std::sync::Arc;
 
@@ -162,7 +162,14 @@ impl World {
             // A source that is closing its endpoint refuses: dialling again and again until it has leads nowhere.
             let to = &self.procs[address(key.incarnation)];
             let back = PeerKey { incarnation: self.me(at), direction: Direction::TheyGrant };
-            let answers = !to.stopped && !to.fencing.contains_key(&back);
+            // So does dialling before it has taken in the attempt that we have dropped ourselves.
+            let who = [back.incarnation, key.incarnation];
+            let dropped = self.conns.iter().any(|c| {
+                let [ours, theirs] = &c.ends;
+                let waits = theirs.state != EndState::Closed && !theirs.established;
+                c.who == who && !c.cut && ours.state != EndState::Open && waits
+            });
+            let answers = !to.stopped && !to.fencing.contains_key(&back) && !dropped;
             if answers && p.node.wants_session(*key) && self.current(at, *key).is_none() {
                 out.push(Step::Dial(*key));
             }
@@ -189,9 +196,11 @@ impl World {
         if at != D && self.setup.family != Family::Copies {
             for (key, ep) in &p.eps {
                 let theirs = PeerKey { incarnation: self.me(at), direction: Direction::WeGrant };
-                let whole = self.alive(key.incarnation).is_some_and(|d| self.procs[d].eps.get(&theirs) == Some(ep));
+                let whole =
+                    self.alive(key.incarnation).is_some_and(|d| self.procs[d].eps.get(&theirs) == Some(ep));
                 // Each slice that is posted to it finds that again.
-                let news = !p.broken.contains(key) || p.running.values().any(|r| r.key == *key && r.posted == NEVER);
+                let news =
+                    !p.broken.contains(key) || p.running.values().any(|r| r.key == *key && r.posted == NEVER);
                 if !whole && news {
                     out.push(Step::Broken(at, *key));
                 }
@@ -212,7 +221,9 @@ impl World {
                 {
                     out.push(Step::Read(at, (c.who, c.serial)));
                 }
-                if e.state == EndState::Closing || c.cut || c.ends[1 - end].state != EndState::Open {
+                // An orderly close brings all that was sent before it; a cut loses what it likes.
+                let orderly = c.ends[1 - end].state != EndState::Open && e.inbox.is_empty();
+                if e.state == EndState::Closing || c.cut || orderly {
                     out.push(Step::EndOfFile(at, (c.who, c.serial)));
                 }
             }
@@ -226,7 +237,7 @@ impl World {
         self.setup.family == Family::WritesUnfenced
             && node.is_unfenceable(key)
             && *generation >= node.link_state(key).1
-            && self.writes.iter().any(|w| w.from == key.incarnation && w.loose)
+            && self.writes.iter().any(|w| w.from == key.incarnation && w.to == self.me(at) && w.loose)
     }
 
     /// The timers that run out when nothing else can happen. Which one is first, nobody knows.
@@ -269,7 +280,9 @@ impl World {
                 }
                 FaultKind::Restart => out.extend(self.setup.addresses().map(Step::Restart)),
                 FaultKind::LostSession => {
-                    out.extend(self.conns.iter().filter(|c| c.is_whole()).map(|c| Step::Cut((c.who, c.serial))));
+                    out.extend(
+                        self.conns.iter().filter(|c| c.is_whole()).map(|c| Step::Cut((c.who, c.serial))),
+                    );
                 }
                 FaultKind::Stop => {
                     out.extend(self.setup.addresses().filter(|at| !self.procs[*at].stopped).map(Step::Stop));
@@ -317,7 +330,11 @@ impl World {
                 let void = self.procs[*at].rooms[*r].void;
                 self.order(*at, |n| n.handle_push(NOW, push(*r)));
                 if void && !self.procs[*at].rooms[*r].is_over() {
-                    let text = format!("room {} is over, and a push for it at {} was taken", room(*r), self.name(*at));
+                    let text = format!(
+                        "room {} is over, and a push for it at {} was taken",
+                        room(*r),
+                        self.name(*at)
+                    );
                     self.violate(Property::CancelledFailsAtOnce, text);
                 }
                 touched[*at] = true;
@@ -540,7 +557,13 @@ impl fmt::Display for Words<'_> {
             Step::Dial(key) => write!(f, "{}: dials {}", w.name(D), self.peer(key.incarnation)),
             Step::Read(at, c) => {
                 let other = self.peer(c.0[usize::from(*at == D)]);
-                write!(f, "{}: reads from {other}, session {}: {}", name(at), self.session(c), self.read(*at, c))
+                write!(
+                    f,
+                    "{}: reads from {other}, session {}: {}",
+                    name(at),
+                    self.session(c),
+                    self.read(*at, c)
+                )
             }
             Step::EndOfFile(at, c) => {
                 let other = self.peer(c.0[usize::from(*at == D)]);
@@ -549,7 +572,13 @@ impl fmt::Display for Words<'_> {
             Step::Post(at, id) => write!(f, "{}: posts the next piece of delivery {}", name(at), id.0),
             Step::Land(Flight(x)) => {
                 let loose = if x.loose { " (its endpoint is closed)" } else { "" };
-                write!(f, "piece {} of room {} from {} lands{loose}", x.piece, room(x.room), self.peer(x.from))
+                write!(
+                    f,
+                    "piece {} of room {} from {} lands{loose}",
+                    x.piece,
+                    room(x.room),
+                    self.peer(x.from)
+                )
             }
             Step::Copy(id) => write!(f, "{}: copies the next piece of delivery {}", w.name(D), id.0),
             Step::Complete(at, id) => write!(f, "{}: delivery {} has ended", name(at), id.0),

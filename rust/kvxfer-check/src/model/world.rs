@@ -6,8 +6,8 @@ use kvxfer_proto::node::{
     Config, DeliveryId, Direction, Expect, Flaw, Mover, Node, PeerKey, Push, RankInfo, Source,
 };
 use kvxfer_proto::{
-    DType, Incarnation, Kind, LayoutError, Order, PageLayout, PushId, Reason, ReasonKind, Room, SessionNo, Shard,
-    Side, Time,
+    DType, Incarnation, Kind, LayoutError, Order, PageLayout, PushId, Reason, ReasonKind, Room, SessionNo,
+    Shard, Side, Time,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -128,7 +128,16 @@ impl Setup {
     /// The whole world of this family with so many faults.
     #[must_use]
     pub fn new(family: Family, faults: u8) -> Self {
-        Self { family, faults, kinds: FaultKind::ALL.to_vec(), pieces: 1, prompt: false, sources: 2, flaw: None, only: None }
+        Self {
+            family,
+            faults,
+            kinds: FaultKind::ALL.to_vec(),
+            pieces: 1,
+            prompt: false,
+            sources: 2,
+            flaw: None,
+            only: None,
+        }
     }
 
     pub(crate) fn checks(&self, property: super::Property) -> bool {
@@ -485,7 +494,11 @@ impl World {
         }
         self.conns.retain(|c| c.ends.iter().any(|e| e.state != EndState::Closed));
         self.conns.sort_by_key(|c| (c.who, c.session, c.serial));
-        self.writes.sort_unstable();
+        // Nobody waits for these, and they land nowhere.
+        let mut writes = std::mem::take(&mut self.writes);
+        writes.retain(|w| !w.loose || self.alive(w.to).is_some());
+        writes.sort_unstable();
+        self.writes = writes;
     }
 
     /// A number that states share only if they are the same.
