@@ -6,6 +6,7 @@
 //! * [`handshake`]: how two agents meet and authenticate.
 //! * [`link`]: exactly-once, in-order delivery of messages between two incarnations, across sessions.
 //! * [`node`]: the state machine of an agent: rooms, grants, pushes, drains, fences, releases.
+//! * [`staging`]: slots through which pieces of many small runs travel; not a part of [`node`] yet.
 //!
 //! Inputs are `handle_*`, outputs are `poll_*`, and time is an argument ([`Time`]).
 #![forbid(unsafe_code)]
@@ -18,6 +19,7 @@ pub mod link;
 pub mod msg;
 pub mod node;
 pub mod plan;
+pub mod staging;
 pub mod wire;
 
 pub use error::{Reason, ReasonKind};

@@ -71,7 +71,7 @@ pub(super) struct Inbound {
     source: Source,
     verify: Verify,
     grants: BTreeMap<PeerKey, InGrant>,
-    progress: Progress,
+    pub(super) progress: Progress,
     /// Set once the terminal event is out.
     failure: Option<Reason>,
 }
@@ -254,6 +254,20 @@ impl Node {
             self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>()
         {
             self.inbound_contact(now, room);
+            self.take_deferred(now, room, key);
+        }
+    }
+
+    /// Pushes that could not be copied when word of them came.
+    fn take_deferred(&mut self, now: Time, room: Room, key: PeerKey) {
+        let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key)) else { return };
+        if !g.stopping.is_empty() {
+            return;
+        }
+        for ready in std::mem::take(&mut g.deferred) {
+            if let Err(reason) = self.ready_arrived(now, key, ready) {
+                self.fail_inbound(now, room, reason);
+            }
         }
     }
 
@@ -273,7 +287,8 @@ impl Node {
 
     /// Receiver copies: a push's pages can be read.
     pub(super) fn ready_arrived(&mut self, now: Time, key: PeerKey, m: Ready) -> Result<(), Reason> {
-        if self.peers.get(&key).and_then(|p| p.attached) != Some(Mover::Receiver) {
+        let attached = self.peers.get(&key).and_then(|p| p.attached);
+        if attached == Some(Mover::Sender) {
             return Err(Reason::new(
                 ReasonKind::ProtocolError,
                 "Ready on a fabric on which the sender writes",
@@ -296,7 +311,9 @@ impl Node {
             self.fail_inbound(now, m.room, reason);
             return Ok(());
         }
-        if !grant.stopping.is_empty() {
+        // A session that was lost before its `Attached` came leaves a source that is attached, and a message of it that
+        // the next session brings ahead of the answer to its own `Attach`.
+        if !grant.stopping.is_empty() || attached.is_none() {
             grant.deferred.push(m);
             return Ok(());
         }
@@ -347,11 +364,8 @@ impl Node {
             return;
         }
         if !stands {
-            if retracted && g.stopping.is_empty() {
-                for ready in std::mem::take(&mut g.deferred) {
-                    // The fabric was right when it came; if it is another now, the room has failed.
-                    let _ = self.ready_arrived(now, key, ready);
-                }
+            if retracted {
+                self.take_deferred(now, room, key);
             }
             return;
         }

@@ -7,6 +7,7 @@
 //! * [`inbound`](self) rooms: this side granted pages and waits for them (decode).
 //! * [`outbound`](self) rooms: this side pushes pages, or was granted some before its engine pushed (prefill).
 
+mod checker;
 mod coverage;
 mod inbound;
 mod outbound;
@@ -18,6 +19,7 @@ mod timers;
 mod tomb;
 mod types;
 
+pub use checker::Wait;
 pub use coverage::{CoverError, Coverage, area, intersect};
 pub use pages::PageBook;
 pub use sources::Resolving;

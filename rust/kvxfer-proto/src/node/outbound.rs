@@ -87,7 +87,7 @@ pub(super) struct Outbound {
     pub(super) dests: BTreeMap<PeerKey, Dest>,
     /// How many destination ranks grant, null or not; known from the first grant.
     ranks: Option<u32>,
-    progress: Progress,
+    pub(super) progress: Progress,
     failure: Option<Reason>,
     /// The caller knows that the sources' pages are free.
     pub(super) released: bool,

@@ -54,4 +54,8 @@ impl Progress {
     pub(super) fn stats(&self) -> RoomStats {
         self.stats
     }
+
+    pub(super) fn forget_stats(&mut self) {
+        self.stats = RoomStats::default();
+    }
 }

@@ -170,17 +170,18 @@ impl Node {
         self.take_answer(now, key, up.generation);
         let Some(peer) = self.peers.get_mut(&key) else { return };
         let drop = |reason: Reason| Action::DropSession { peer: key, session: up.session, reason };
-        if let Some(reason) = peer.unusable() {
-            self.actions.push_back(drop(reason));
-            return;
-        }
         if up.session <= peer.last_session {
             self.counters.stale_refused += 1;
             let text = format!("session {} is not newer than session {}", up.session.0, peer.last_session.0);
             self.actions.push_back(drop(Reason::new(ReasonKind::ProtocolError, text)));
             return;
         }
+        // Before anything can refuse it: the end of a refused session must not be taken for that of its successor.
         peer.last_session = up.session;
+        if let Some(reason) = peer.unusable() {
+            self.actions.push_back(drop(reason));
+            return;
+        }
         if up.own_generation != peer.link.generation() {
             let text = format!("peer {} was fenced during the handshake", peer.name);
             self.actions.push_back(drop(Reason::new(ReasonKind::PeerLost, text)));

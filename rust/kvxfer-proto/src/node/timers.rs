@@ -44,6 +44,11 @@ impl Timers {
         self.by_time.first().map(|(at, _)| *at)
     }
 
+    /// Every timer that is set, in a fixed order.
+    pub(super) fn pending(&self) -> impl Iterator<Item = Timer> {
+        self.at.keys().copied()
+    }
+
     /// Takes a timer that is due.
     pub(super) fn pop_due(&mut self, now: Time) -> Option<Timer> {
         let &(at, timer) = self.by_time.first().filter(|(at, _)| *at <= now)?;

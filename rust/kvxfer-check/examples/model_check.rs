@@ -1,0 +1,227 @@
+//! Walks every state of the small worlds and prints what was found:
+//!
+//! ```text
+//! cargo run --release -p kvxfer-check --example model_check -- [--faults N] [--family NAME] [--sources N] [--prompt]
+//!     [--kinds cancel,stop] [--flaw NAME] [--pieces N] [--walks N] [--json]
+//! ```
+//!
+//! Without arguments, all the worlds that `make model` walks, two at a time. Ends with 1 if anything was found, or if a
+//! world has fewer states than it must have.
+#![allow(clippy::print_stdout, clippy::print_stderr)]
+
+use kvxfer_check::model::{Family, FaultKind, Report, Setup, explore, explore_staging, walk};
+use kvxfer_proto::node::Flaw;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::time::Instant;
+
+/// States of one world before the walk gives up: 100 million fingerprints are 3 to 4 GB.
+const LIMIT: u64 = 100_000_000;
+
+struct Job {
+    setup: Setup,
+    at_least: u64,
+}
+
+impl Job {
+    fn name(&self) -> String {
+        let s = &self.setup;
+        let pace = if s.prompt { ", the second prompt" } else { "" };
+        let sources = if s.sources == 1 { "1 source".to_owned() } else { format!("2 sources{pace}") };
+        format!("{}, {sources}, up to {} faults", s.family.name(), s.faults)
+    }
+}
+
+struct Args {
+    jobs: Vec<Job>,
+    walks: u64,
+    json: bool,
+}
+
+/// The worlds of `make model`. Larger ones are walked by naming them: `--sources 2 --faults 2`.
+fn all() -> Vec<Job> {
+    let mut jobs = Vec::new();
+    for family in Family::ALL {
+        jobs.push(Job { setup: Setup { sources: 1, ..Setup::new(family, 1) }, at_least: 50_000 });
+        let kinds = vec![FaultKind::Cancel];
+        jobs.push(Job { setup: Setup { kinds, ..Setup::new(family, 1) }, at_least: 30_000 });
+    }
+    jobs
+}
+
+fn parse() -> Result<Args, String> {
+    let mut args = std::env::args().skip(1);
+    let mut families = Family::ALL.to_vec();
+    let mut like = Setup::new(Family::Copies, 2);
+    let (mut one, mut walks, mut json) = (false, 20_000, false);
+    while let Some(arg) = args.next() {
+        let mut value = || args.next().ok_or(format!("{arg} wants a value"));
+        let number = |v: String| v.parse::<u64>().map_err(|e| format!("{v}: {e}"));
+        one |= !matches!(arg.as_str(), "--json" | "--walks");
+        match arg.as_str() {
+            "--json" => json = true,
+            "--walks" => walks = number(value()?)?,
+            "--prompt" => like.prompt = true,
+            "--faults" => like.faults = u8::try_from(number(value()?)?).map_err(|e| e.to_string())?,
+            "--pieces" => {
+                like.pieces = u8::try_from(number(value()?)?.clamp(1, 2)).map_err(|e| e.to_string())?
+            }
+            "--sources" => like.sources = if number(value()?)? == 1 { 1 } else { 2 },
+            "--family" => {
+                let v = value()?;
+                families = vec![Family::from_name(&v).ok_or(format!("no family is called {v}"))?];
+            }
+            "--flaw" => {
+                let v = value()?;
+                like.flaw = Some(Flaw::from_name(&v).ok_or(format!("no flaw is called {v}"))?);
+            }
+            "--kinds" => {
+                let v = value()?;
+                like.kinds = v
+                    .split(',')
+                    .map(|k| {
+                        FaultKind::ALL.into_iter().find(|f| f.name() == k).ok_or(format!("no fault {k}"))
+                    })
+                    .collect::<Result<_, _>>()?;
+            }
+            other => return Err(format!("unknown argument {other}")),
+        }
+    }
+    let jobs = if one {
+        families
+            .into_iter()
+            .map(|family| Job { setup: Setup { family, ..like.clone() }, at_least: 0 })
+            .collect()
+    } else {
+        all()
+    };
+    Ok(Args { jobs, walks, json })
+}
+
+/// The most memory that this process has used, in MB.
+fn peak_mb() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let kb = status.lines().find_map(|l| l.strip_prefix("VmHWM:")).and_then(|l| l.split_whitespace().next());
+    kb.and_then(|n| n.parse::<u64>().ok()).unwrap_or(0) / 1024
+}
+
+fn show(json: bool, name: &str, r: &Report, ok: bool) {
+    let word = if r.complete { "complete" } else { "NOT COMPLETE" };
+    if json {
+        println!(
+            "{{\"world\":\"{name}\",\"states\":{},\"transitions\":{},\"ends\":{},\"deepest\":{},\"seconds\":{:.1},\"peak_mb\":{},\"complete\":{},\"ok\":{ok}}}",
+            r.states,
+            r.transitions,
+            r.ends,
+            r.deepest,
+            r.took.as_secs_f64(),
+            peak_mb(),
+            r.complete
+        );
+    } else {
+        println!(
+            "{name:<52} {:>11} states {:>12} transitions {:>7} ends {:>4} deep {:>7.1} s {:>6} MB  {word}",
+            r.states,
+            r.transitions,
+            r.ends,
+            r.deepest,
+            r.took.as_secs_f64(),
+            peak_mb()
+        );
+    }
+    if let Some(c) = &r.found {
+        eprintln!("{name}: {}", c.clone().shortened());
+    }
+}
+
+fn walks(args: &Args) -> bool {
+    let mut ok = true;
+    for family in Family::ALL.into_iter().filter(|_| args.walks > 0) {
+        for faults in 2..=5 {
+            let setup = Setup { pieces: 2, ..Setup::new(family, faults) };
+            match walk(&setup, 0..args.walks) {
+                Ok(w) => {
+                    println!(
+                        "{}: {} walks with up to {faults} faults, {} steps, {} faults, {:.1} s",
+                        family.name(),
+                        w.walks,
+                        w.steps,
+                        w.faults,
+                        w.took.as_secs_f64()
+                    );
+                    if let Some((seed, c)) = w.found {
+                        ok = false;
+                        eprintln!("seed {seed}: {}", c.shortened());
+                    }
+                }
+                Err(e) => {
+                    ok = false;
+                    eprintln!("{e}");
+                }
+            }
+        }
+    }
+    ok
+}
+
+fn main() -> ExitCode {
+    let args = match parse() {
+        Ok(args) => args,
+        Err(e) => {
+            eprintln!("model_check: {e}");
+            return ExitCode::from(2);
+        }
+    };
+    let began = Instant::now();
+    let queue = Mutex::new(args.jobs.iter().collect::<Vec<_>>().into_iter());
+    let good = Mutex::new(true);
+    let fail = || {
+        if let Ok(mut g) = good.lock() {
+            *g = false;
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(2, usize::from).min(2);
+    std::thread::scope(|s| {
+        for _ in 0..threads {
+            s.spawn(|| {
+                loop {
+                    let Some(job) = queue.lock().ok().and_then(|mut q| q.next()) else { break };
+                    match explore(&job.setup, LIMIT) {
+                        Ok(r) => {
+                            let ok = r.complete && r.states >= job.at_least;
+                            show(args.json, &job.name(), &r, ok);
+                            if !ok {
+                                fail();
+                            }
+                        }
+                        Err(e) => {
+                            eprintln!("{}: {e}", job.name());
+                            fail();
+                        }
+                    }
+                }
+            });
+        }
+    });
+    match explore_staging(None, 2) {
+        Ok(r) => {
+            println!(
+                "staging slots: {} states, {} transitions, complete: {}",
+                r.states, r.transitions, r.complete
+            );
+            if !r.complete {
+                eprintln!("{:#?}", r.found);
+                fail();
+            }
+        }
+        Err(e) => {
+            eprintln!("{e}");
+            fail();
+        }
+    }
+    if !walks(&args) {
+        fail();
+    }
+    println!("{:.1} s in all, {} MB at most", began.elapsed().as_secs_f64(), peak_mb());
+    if good.lock().is_ok_and(|g| *g) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

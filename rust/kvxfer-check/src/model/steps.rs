@@ -1,0 +1,604 @@
+//! What can happen next, and what it does.
+
+use super::driver::NEVER;
+use super::world::{
+    D, EndState, Family, FaultKind, Item, NOW, ROOMS, S1, World, Write, address, cancelled, push, room,
+};
+use super::{Property, Violation};
+use kvxfer_proto::Incarnation;
+use kvxfer_proto::node::{DeliveryId, Direction, PeerKey, Wait};
+use std::fmt;
+use std::sync::Arc;
+
+/// Names a connection: the destination's incarnation, the source's, and which of theirs it is.
+pub(crate) type ConnName = ([Incarnation; 2], u8);
+
+/// One thing that happens. The first number is the address of the process that does it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[allow(missing_docs)] // `World::describe` says what each is.
+pub enum Step {
+    Push(usize, usize),
+    Resolve,
+    Dial(PeerKey),
+    Read(usize, ConnName),
+    EndOfFile(usize, ConnName),
+    Post(usize, DeliveryId),
+    Land(Flight),
+    Copy(DeliveryId),
+    Complete(usize, DeliveryId),
+    FenceDone(usize, PeerKey),
+    Broken(usize, PeerKey),
+    DeathSeen(usize, Incarnation),
+    Settled(usize, Incarnation),
+    Continue(usize),
+    /// Time passes, since nothing else can happen.
+    Elapse(usize, Wait),
+    // Faults.
+    Cancel(usize, usize),
+    RunOut(usize, Wait),
+    Restart(usize),
+    Cut(ConnName),
+    Stop(usize),
+}
+
+/// Names a write in flight.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Flight(pub(crate) Write);
+
+impl Step {
+    /// The kind of fault that it is, if it is one.
+    #[must_use]
+    pub fn fault(&self) -> Option<FaultKind> {
+        Some(match self {
+            Self::Cancel(..) => FaultKind::Cancel,
+            Self::RunOut(..) => FaultKind::Timeout,
+            Self::Restart(_) => FaultKind::Restart,
+            Self::Cut(_) => FaultKind::LostSession,
+            Self::Stop(_) => FaultKind::Stop,
+            _ => return None,
+        })
+    }
+
+    /// The process that takes this step.
+    fn actor(&self) -> Option<usize> {
+        match self {
+            Self::Push(at, _)
+            | Self::Read(at, _)
+            | Self::EndOfFile(at, _)
+            | Self::Post(at, _)
+            | Self::Complete(at, _)
+            | Self::FenceDone(at, _)
+            | Self::Broken(at, _)
+            | Self::DeathSeen(at, _)
+            | Self::Settled(at, _) => Some(*at),
+            _ => None,
+        }
+    }
+
+    /// The source that this step tells apart from the other one.
+    fn singles_out(&self) -> Option<usize> {
+        let at = match self {
+            Self::Cancel(at, _) | Self::Restart(at) | Self::Stop(at) => *at,
+            Self::RunOut(D, Wait::Peer(key)) => address(key.incarnation),
+            Self::RunOut(at, _) => *at,
+            Self::Cut((who, _)) => address(who[1]),
+            _ => return None,
+        };
+        (at != D).then_some(at)
+    }
+}
+
+impl World {
+    /// Everything that can happen now.
+    ///
+    /// Sources are alike until a fault singles one out, so the first fault that does hits the first source: for each
+    /// path on which it hits the second there is one with the sources' parts exchanged.
+    #[must_use]
+    pub fn steps(&self) -> Vec<Step> {
+        let mut out = Vec::with_capacity(16);
+        if self.setup.prompt && self.setup.sources > 1 && !self.procs[S1].stopped {
+            self.steps_of(S1, &mut out);
+            self.steps_of_conns(&mut out);
+            out.retain(|s| s.actor() == Some(S1) && !self.is_optional(s));
+            out.truncate(1);
+            if !out.is_empty() {
+                if self.faults_left > 0 {
+                    self.faults(&mut out);
+                }
+                return out;
+            }
+        }
+        for at in self.setup.addresses().filter(|at| !self.procs[*at].stopped) {
+            self.steps_of(at, &mut out);
+        }
+        self.steps_of_conns(&mut out);
+        for w in self.writes.iter().filter(|w| self.can_land(w)) {
+            out.push(Step::Land(Flight(w.clone())));
+        }
+        let quiet = out.iter().all(|s| self.is_optional(s));
+        for at in self.setup.addresses().filter(|at| self.procs[*at].stopped) {
+            out.push(Step::Continue(at));
+        }
+        if quiet {
+            self.passing_time(&mut out);
+        }
+        if self.faults_left > 0 {
+            self.faults(&mut out);
+        }
+        out
+    }
+
+    /// Whether a path may end without this step.
+    fn is_optional(&self, step: &Step) -> bool {
+        match step {
+            Step::Continue(_) => true,
+            // Memory that is mapped or registered goes on taking writes; a sender need never learn of the close.
+            Step::Broken(..) => self.setup.family == Family::WritesUnfenced,
+            _ => false,
+        }
+    }
+
+    /// Whether nothing will happen any more, unless a stopped process is continued.
+    #[must_use]
+    pub fn is_end(&self, steps: &[Step]) -> bool {
+        steps.iter().all(|s| s.fault().is_some() || self.is_optional(s))
+    }
+
+    fn can_land(&self, w: &Write) -> bool {
+        // A write to memory that is gone ends like any other, where no endpoint notices.
+        self.is_live(w) || (self.setup.family == Family::WritesUnfenced && !w.loose)
+    }
+
+    fn steps_of(&self, at: usize, out: &mut Vec<Step>) {
+        let p = &self.procs[at];
+        if p.to_push != 0 {
+            out.push(Step::Push(at, p.to_push.trailing_zeros() as usize));
+        }
+        if p.resolving {
+            out.push(Step::Resolve);
+        }
+        for key in &p.dialling {
+            // The kernel of a stopped process accepts, and then nobody answers.
+            // A source that is closing its endpoint refuses: dialling again and again until it has leads nowhere.
+            let to = &self.procs[address(key.incarnation)];
+            let back = PeerKey { incarnation: self.me(at), direction: Direction::TheyGrant };
+            // So does dialling before it has taken in the attempt that we have dropped ourselves.
+            let who = [back.incarnation, key.incarnation];
+            let dropped = self.conns.iter().any(|c| {
+                let [ours, theirs] = &c.ends;
+                let waits = theirs.state != EndState::Closed && !theirs.established;
+                c.who == who && !c.cut && ours.state != EndState::Open && waits
+            });
+            let answers = !to.stopped && !to.fencing.contains_key(&back) && !dropped;
+            if answers && p.node.wants_session(*key) && self.current(at, *key).is_none() {
+                out.push(Step::Dial(*key));
+            }
+        }
+        for (id, r) in &p.running {
+            let pieces = self.setup.pieces;
+            if r.posted == NEVER {
+                continue;
+            }
+            if at == D {
+                let done = r.posted >= pieces || r.aborted;
+                out.push(if done { Step::Complete(at, *id) } else { Step::Copy(*id) });
+                continue;
+            }
+            if r.posted < pieces && !r.aborted {
+                out.push(Step::Post(at, *id));
+            } else if self.is_flushed(at, *id) {
+                out.push(Step::Complete(at, *id));
+            }
+        }
+        out.extend(p.fencing.keys().map(|key| Step::FenceDone(at, *key)));
+        out.extend(p.dying.iter().map(|who| Step::DeathSeen(at, *who)));
+        out.extend(p.settling.iter().map(|who| Step::Settled(at, *who)));
+        if at != D && self.setup.family != Family::Copies {
+            for (key, ep) in &p.eps {
+                let theirs = PeerKey { incarnation: self.me(at), direction: Direction::WeGrant };
+                let whole =
+                    self.alive(key.incarnation).is_some_and(|d| self.procs[d].eps.get(&theirs) == Some(ep));
+                // Each slice that is posted to it finds that again.
+                let news =
+                    !p.broken.contains(key) || p.running.values().any(|r| r.key == *key && r.posted == NEVER);
+                if !whole && news {
+                    out.push(Step::Broken(at, *key));
+                }
+            }
+        }
+    }
+
+    fn steps_of_conns(&self, out: &mut Vec<Step>) {
+        for c in &self.conns {
+            for end in 0..2 {
+                let Some(at) = self.alive(c.who[end]).filter(|at| !self.procs[*at].stopped) else { continue };
+                let e = &c.ends[end];
+                if e.state == EndState::Closed {
+                    continue;
+                }
+                if let Some(item) = e.inbox.front()
+                    && !self.must_settle(at, c.key(end), item)
+                {
+                    out.push(Step::Read(at, (c.who, c.serial)));
+                }
+                // An orderly close brings all that was sent before it; a cut loses what it likes.
+                let orderly = c.ends[1 - end].state != EndState::Open && e.inbox.is_empty();
+                if e.state == EndState::Closing || c.cut || orderly {
+                    out.push(Step::EndOfFile(at, (c.who, c.serial)));
+                }
+            }
+        }
+    }
+
+    /// The driver turns a peer away that could not be fenced, until what is in its sockets has been taken in.
+    fn must_settle(&self, at: usize, key: PeerKey, item: &Item) -> bool {
+        let Item::Describe { generation, .. } = item else { return false };
+        let node = &self.procs[at].node;
+        self.setup.family == Family::WritesUnfenced
+            && node.is_unfenceable(key)
+            && *generation >= node.link_state(key).1
+            && self.writes.iter().any(|w| w.from == key.incarnation && w.to == self.me(at) && w.loose)
+    }
+
+    /// The timers that run out when nothing else can happen. Which one is first, nobody knows.
+    fn passing_time(&self, out: &mut Vec<Step>) {
+        for at in self.setup.addresses().filter(|at| !self.procs[*at].stopped) {
+            let node = &self.procs[at].node;
+            for wait in node.waits() {
+                let runs_out = match wait {
+                    Wait::Inbound(_) | Wait::Outbound(_) => true,
+                    // A peer that runs and is connected answers its pings. Who is not missed is not waited for.
+                    Wait::Peer(key) if node.session_of(key).is_some() => {
+                        self.alive(key.incarnation).is_none_or(|p| self.procs[p].stopped)
+                    }
+                    Wait::Peer(key) => node.wants_session(key),
+                };
+                if runs_out {
+                    out.push(Step::Elapse(at, wait));
+                }
+            }
+        }
+    }
+
+    fn faults(&self, out: &mut Vec<Step>) {
+        let first = out.len();
+        for &kind in &self.setup.kinds {
+            match kind {
+                FaultKind::Cancel => {
+                    for at in self.setup.addresses().filter(|at| !self.procs[*at].stopped) {
+                        for (r, seen) in self.procs[at].rooms.iter().enumerate().take(ROOMS) {
+                            if !seen.is_over() && !seen.cancelled && (at != D || seen.ordered) {
+                                out.push(Step::Cancel(at, r));
+                            }
+                        }
+                    }
+                }
+                FaultKind::Timeout => {
+                    for at in self.setup.addresses().filter(|at| !self.procs[*at].stopped) {
+                        out.extend(self.procs[at].node.waits().map(|w| Step::RunOut(at, w)));
+                    }
+                }
+                FaultKind::Restart => out.extend(self.setup.addresses().map(Step::Restart)),
+                FaultKind::LostSession => {
+                    out.extend(
+                        self.conns.iter().filter(|c| c.is_whole()).map(|c| Step::Cut((c.who, c.serial))),
+                    );
+                }
+                FaultKind::Stop => {
+                    out.extend(self.setup.addresses().filter(|at| !self.procs[*at].stopped).map(Step::Stop));
+                }
+            }
+        }
+        if self.alike && self.setup.sources > 1 {
+            let mut i = first;
+            while i < out.len() {
+                if out[i].singles_out() == Some(1) {
+                    out.swap_remove(i);
+                } else {
+                    i += 1;
+                }
+            }
+        }
+    }
+
+    /// The world after this step; `None` if it cannot happen now.
+    #[must_use]
+    pub fn after(&self, step: &Step) -> Option<Self> {
+        let mut w = self.clone();
+        let touched = w.apply(step)?;
+        w.tidy(touched);
+        w.check_reads();
+        Some(w)
+    }
+
+    fn find(&self, name: &ConnName) -> Option<usize> {
+        self.conns.iter().position(|c| c.who == name.0 && c.serial == name.1)
+    }
+
+    fn apply(&mut self, step: &Step) -> Option<[bool; 3]> {
+        if step.fault().is_some() {
+            self.faults_left = self.faults_left.checked_sub(1)?;
+            if step.singles_out().is_some() {
+                self.alike = false;
+            }
+        }
+        let mut touched = [false; 3];
+        match step {
+            Step::Push(at, r) => {
+                self.proc(*at).to_push &= !(1 << r);
+                self.proc(*at).rooms[*r].ordered = true;
+                let void = self.procs[*at].rooms[*r].void;
+                self.order(*at, |n| n.handle_push(NOW, push(*r)));
+                if void && !self.procs[*at].rooms[*r].is_over() {
+                    let text = format!(
+                        "room {} is over, and a push for it at {} was taken",
+                        room(*r),
+                        self.name(*at)
+                    );
+                    self.violate(Property::CancelledFailsAtOnce, text);
+                }
+                touched[*at] = true;
+            }
+            Step::Resolve => {
+                self.resolved();
+                touched[D] = true;
+            }
+            Step::Dial(key) => {
+                self.dial(*key);
+                touched[D] = true;
+            }
+            Step::Read(at, name) | Step::EndOfFile(at, name) => {
+                let i = self.find(name)?;
+                let end = usize::from(*at != D);
+                if matches!(step, Step::Read(..)) {
+                    self.read(*at, i, end);
+                } else {
+                    self.end_of_file(*at, i, end);
+                }
+                touched[*at] = true;
+            }
+            Step::Post(at, id) => {
+                let key = self.procs[*at].running.get(id)?.key;
+                let ep = *self.procs[*at].eps.get(&key)?;
+                self.post(*at, *id, ep);
+                touched[*at] = true;
+            }
+            Step::Land(flight) => {
+                let i = self.writes.iter().position(|w| *w == flight.0)?;
+                self.land(i);
+                touched[D] = true;
+            }
+            Step::Copy(id) => {
+                self.copy(*id);
+                touched[D] = true;
+            }
+            Step::Complete(at, id) => {
+                self.complete(*at, *id);
+                touched[*at] = true;
+            }
+            Step::FenceDone(at, key) => {
+                self.fence_done(*at, *key);
+                touched = [true; 3];
+            }
+            Step::Broken(at, key) => {
+                self.broken(*at, *key);
+                touched[*at] = true;
+            }
+            Step::DeathSeen(at, who) => {
+                self.death_seen(*at, *who);
+                touched[*at] = true;
+            }
+            Step::Settled(at, who) => {
+                self.settled(*at, *who);
+                touched[*at] = true;
+            }
+            Step::Continue(at) => {
+                self.proc(*at).stopped = false;
+                touched[*at] = true;
+            }
+            Step::Elapse(at, wait) | Step::RunOut(at, wait) => {
+                self.order(*at, |n| n.run_out(NOW, *wait));
+                touched[*at] = true;
+            }
+            Step::Cancel(at, r) => {
+                let seen = &mut self.proc(*at).rooms[*r];
+                seen.cancelled = true;
+                seen.void = true;
+                self.order(*at, |n| n.handle_cancel(NOW, room(*r), cancelled()));
+                touched[*at] = true;
+            }
+            Step::Restart(at) => {
+                self.restart(*at);
+                touched = [true; 3];
+            }
+            Step::Cut(name) => {
+                let i = self.find(name)?;
+                Arc::make_mut(&mut self.conns[i]).cut = true;
+            }
+            Step::Stop(at) => {
+                self.proc(*at).stopped = true;
+                touched[*at] = true;
+            }
+        }
+        Some(touched)
+    }
+
+    /// No write in flight may read a page that its source has given back.
+    fn check_reads(&mut self) {
+        let bad = self.writes.iter().find(|w| {
+            !w.loose && self.alive(w.from).is_some_and(|at| self.procs[at].rooms[w.room].released > 0)
+        });
+        if let Some(w) = bad {
+            let text = format!(
+                "a write of room {} is in flight out of a page that source {} has released",
+                room(w.room),
+                address(w.from)
+            );
+            self.violate(Property::NoReadAfterRelease, text);
+        }
+    }
+
+    /// What has to hold when nothing will happen any more.
+    #[must_use]
+    pub fn check_end(&self) -> Option<Violation> {
+        self.left_over().filter(|v| self.setup.checks(v.property))
+    }
+
+    fn left_over(&self) -> Option<Violation> {
+        for at in self.setup.addresses().filter(|at| !self.procs[*at].stopped) {
+            let p = &self.procs[at];
+            let who = self.name(at);
+            // A peer that is stopped is neither dead nor answering: where nothing fences it, it holds pages.
+            let held = |peers: &[PeerKey]| {
+                self.setup.family == Family::WritesUnfenced
+                    && peers.iter().all(|k| self.alive(k.incarnation).is_some_and(|a| self.procs[a].stopped))
+            };
+            let quarantine = p.node.unreleased();
+            for (r, seen) in p.rooms.iter().enumerate().filter(|(_, s)| s.ordered) {
+                if !seen.is_over() {
+                    return Some(Violation {
+                        property: Property::OneEnd,
+                        text: format!("room {} never ends at {who}", room(r)),
+                    });
+                }
+                let may_wait = at == D && quarantine.iter().any(|q| q.room == room(r) && held(&q.peers));
+                if seen.released == 0 && !may_wait {
+                    return Some(Violation {
+                        property: Property::EveryPageComesBack,
+                        text: format!("room {} is never released at {who}", room(r)),
+                    });
+                }
+            }
+            let g = p.node.gauges();
+            let waiting = quarantine.len() as u64;
+            let pages: u64 = if at == D { waiting } else { 0 };
+            if (g.inbound, g.outbound, g.granted_pages, g.quarantined_pages, g.deliveries)
+                != (pages, 0, pages, pages, 0)
+                || !p.running.is_empty()
+            {
+                return Some(Violation {
+                    property: Property::NothingIsLeft,
+                    text: format!("{who} holds {g:?} and {} deliveries in the end", p.running.len()),
+                });
+            }
+        }
+        None
+    }
+
+    /// A step in words.
+    #[must_use]
+    pub fn describe(&self, step: &Step) -> String {
+        Words(self, step).to_string()
+    }
+}
+
+struct Words<'a>(&'a World, &'a Step);
+
+impl Words<'_> {
+    fn peer(&self, who: Incarnation) -> String {
+        let at = address(who);
+        let dead = if self.0.alive(who).is_some() { "" } else { " (dead)" };
+        format!("{}{dead}", ["S0", "S1", "D"][at.min(D)])
+    }
+
+    fn wait(&self, w: Wait) -> String {
+        match w {
+            Wait::Inbound(r) => format!("expected room {r}"),
+            Wait::Outbound(r) => format!("pushed room {r}"),
+            Wait::Peer(key) => format!("peer {}", self.peer(key.incarnation)),
+        }
+    }
+
+    fn session(&self, name: &ConnName) -> u64 {
+        self.0.find(name).map_or(0, |i| self.0.conns[i].session.0)
+    }
+
+    fn read(&self, at: usize, name: &ConnName) -> String {
+        let end = usize::from(at != D);
+        let item = self.0.find(name).and_then(|i| self.0.conns[i].ends[end].inbox.front());
+        match item {
+            Some(Item::Describe { generation, received }) => {
+                format!("Describe (generation {generation}, received {received})")
+            }
+            Some(Item::Attach(n)) => format!("Attach (endpoint {n})"),
+            Some(Item::Attached) => "Attached".to_owned(),
+            Some(Item::Frame(f)) => format!("{} no. {}: {:?}", f.msg.name(), f.number, Brief(&f.msg)),
+            None => "nothing".to_owned(),
+        }
+    }
+}
+
+struct Brief<'a>(&'a kvxfer_proto::msg::Msg);
+
+impl fmt::Debug for Brief<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use kvxfer_proto::msg::Msg;
+        match self.0 {
+            Msg::Grant(m) => write!(f, "room {} seq {}", m.room, m.seq.0),
+            Msg::Cancel(m) => write!(f, "room {} up to seq {} ({})", m.room, m.upto.0, m.reason),
+            Msg::Drained(m) => write!(f, "room {} seq {} ({})", m.room, m.seq.0, m.reason),
+            Msg::Ready(m) => write!(f, "room {} seq {} push {}", m.room, m.seq.0, m.push.0),
+            Msg::Copied(m) => write!(f, "room {} seq {} push {}", m.room, m.seq.0, m.push.0),
+            Msg::Done(m) => write!(f, "room {} seq {} push {} last {}", m.room, m.seq.0, m.push.0, m.last),
+            Msg::Finished(m) => write!(f, "room {} seq {}", m.room, m.seq.0),
+            Msg::RoomFailed(m) => write!(f, "room {}", m.room),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for Words<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let w = self.0;
+        let name = |at: &usize| w.name(*at);
+        match self.1 {
+            Step::Push(at, r) => write!(f, "{}: the engine pushes room {}", name(at), room(*r)),
+            Step::Resolve => write!(f, "{}: the directory answers", w.name(D)),
+            Step::Dial(key) => write!(f, "{}: dials {}", w.name(D), self.peer(key.incarnation)),
+            Step::Read(at, c) => {
+                let other = self.peer(c.0[usize::from(*at == D)]);
+                write!(
+                    f,
+                    "{}: reads from {other}, session {}: {}",
+                    name(at),
+                    self.session(c),
+                    self.read(*at, c)
+                )
+            }
+            Step::EndOfFile(at, c) => {
+                let other = self.peer(c.0[usize::from(*at == D)]);
+                write!(f, "{}: sees the end of session {} with {other}", name(at), self.session(c))
+            }
+            Step::Post(at, id) => write!(f, "{}: posts the next piece of delivery {}", name(at), id.0),
+            Step::Land(Flight(x)) => {
+                let loose = if x.loose { " (its endpoint is closed)" } else { "" };
+                write!(
+                    f,
+                    "piece {} of room {} from {} lands{loose}",
+                    x.piece,
+                    room(x.room),
+                    self.peer(x.from)
+                )
+            }
+            Step::Copy(id) => write!(f, "{}: copies the next piece of delivery {}", w.name(D), id.0),
+            Step::Complete(at, id) => write!(f, "{}: delivery {} has ended", name(at), id.0),
+            Step::FenceDone(at, key) => {
+                write!(f, "{}: the endpoint to {} is closed", name(at), self.peer(key.incarnation))
+            }
+            Step::Broken(at, key) => {
+                write!(f, "{}: finds its endpoint to {} broken", name(at), self.peer(key.incarnation))
+            }
+            Step::DeathSeen(at, who) => write!(f, "{}: sees the death of {}", name(at), self.peer(*who)),
+            Step::Settled(at, who) => {
+                write!(f, "{}: nothing of {} is in its sockets any more", name(at), self.peer(*who))
+            }
+            Step::Continue(at) => write!(f, "{}: is continued", name(at)),
+            Step::Elapse(at, wait) => write!(f, "{}: time runs out for {}", name(at), self.wait(*wait)),
+            Step::Cancel(at, r) => write!(f, "FAULT {}: the engine cancels room {}", name(at), room(*r)),
+            Step::RunOut(at, wait) => write!(f, "FAULT {}: time runs out for {}", name(at), self.wait(*wait)),
+            Step::Restart(at) => write!(f, "FAULT {}: is killed and another starts in its place", name(at)),
+            Step::Cut(c) => write!(f, "FAULT session {} of {} is cut", self.session(c), self.peer(c.0[1])),
+            Step::Stop(at) => write!(f, "FAULT {}: is stopped", name(at)),
+        }
+    }
+}
