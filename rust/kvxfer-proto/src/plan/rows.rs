@@ -14,8 +14,9 @@ use std::sync::Arc;
 /// Rows longer than this are cut into cells of this size; the last one may be shorter.
 pub const CELL_BYTES: u64 = 4096;
 
-/// One row in `SAMPLE` is sampled: those whose key ends in so many zero bits.
-const SAMPLE_MASK: u64 = (1 << 4) - 1;
+/// One row in 64 is sampled: those whose key ends in six zero bits. More would save little over all of them, since each is
+/// another line of memory.
+const SAMPLE_MASK: u64 = (1 << 6) - 1;
 
 /// A side of a pair of shards.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
