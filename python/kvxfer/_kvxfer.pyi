@@ -72,7 +72,7 @@ def simulate(
     fence: Literal["completes", "impossible"] = "completes",
     log: str | PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Engines against each other under virtual time, with faults that `seed` decides and a check of every byte."""
+    """Engines against each other under virtual time: `seed` decides all faults, and every byte is checked."""
 
 def _after_fork_in_child() -> None: ...
 

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import kvxfer as kx
 import pytest
+
+import kvxfer as kx
 from kvxfer import _kvxfer
 
 KEYS = {
@@ -58,7 +59,8 @@ def test_a_broken_rule_is_reported_and_its_log_shows_it(tmp_path: Path) -> None:
     path = tmp_path / "sim.log"
     seed = next(s for s in range(8) if _kvxfer.simulate(s, **options)["late_writes"] > 0)
     report = _kvxfer.simulate(seed, log=path, **options)
-    assert report["violations"] and report["violation_count"] >= len(report["violations"])
+    assert report["violations"]
+    assert report["violation_count"] >= len(report["violations"])
     lines = path.read_text().splitlines()
     assert sum(" VIOLATION " in line for line in lines) == report["violation_count"]
     assert all(re.match(r"\d+ ", line) for line in lines)

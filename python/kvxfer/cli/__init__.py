@@ -190,6 +190,8 @@ def _soak(commands: Any) -> None:
     _add_fabric(parser)
     _add_json(parser)
     parser.set_defaults(module="kvxfer.cli.soak")
+
+
 def _stress(commands: Any) -> None:
     parser = commands.add_parser(
         "stress",

@@ -122,7 +122,11 @@ class _Run:
                 self.workers.send([self.dying.name], doom_s=kill.delay_s)
                 # Decode waits for this, so that the victim has rooms.
                 self.workers.send(["decode"], kills=len(self.kills) + 1)
-            if time.monotonic() - self.moved_s > _STALL_S:
+            if self.kills_left and self.successor and not self.successor_ready:
+                # Decode waits for the kill, and the kill for this process: a slow start is no stall.
+                if time.monotonic() - self.moved_s > _STEP_S:
+                    raise CommandError(f"{self.successor} did not start within {_STEP_S:.0f} s")
+            elif time.monotonic() - self.moved_s > _STALL_S:
                 self.workers.send(["decode"], stop=True)
                 self.workers.receive(["decode"], "drained", _STEP_S)
                 return
@@ -254,7 +258,8 @@ class _Run:
         room = self.plan.rooms[failed["index"]]
         if failed["error"] == "Cancelled":
             return room.cancel is not None
-        return failed["error"] == "PeerLost" and any(k.rank.engine == room.engine for k in self.kills)
+        killed = (k for k in self.kills if k.rank.engine == room.engine)
+        return failed["error"] == "PeerLost" and any(k.at_us <= failed["failed_us"] for k in killed)
 
     def _lost(self, number: int) -> list[Message]:
         """Rooms that failed because of a kill, with something of the victim's in their pages."""

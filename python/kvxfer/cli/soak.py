@@ -19,6 +19,8 @@ _SIDES = ("prefill", "decode")
 _STEP_S = 60.0
 # Far below what any machine manages; it only bounds a run that has stopped.
 _ROOMS_PER_S = 100.0
+# Ended rooms that an agent remembers although everybody knows of their end.
+_REMEMBERED = 1024
 
 
 def growth(start: dict[str, Any], end: dict[str, Any]) -> dict[str, float]:
@@ -68,6 +70,11 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     seconds = 0.0
     with Workers(shown) as workers:
         progress(f"{options.rooms} small hand-offs over {options.fabric}")
+        if options.cancel_every and first // options.cancel_every < _REMEMBERED:
+            progress(
+                f"{first} rooms do not fill the tables of ended rooms ({_REMEMBERED} entries) before the "
+                "first look, so they will be seen to grow: take more rooms, or cancel more of them"
+            )
         for side in _SIDES:
             workers.start(side, "kvxfer.cli._soak_end", {**config, "side": side})
         listening = workers.receive(_SIDES, "listening", _STEP_S)

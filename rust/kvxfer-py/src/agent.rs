@@ -190,7 +190,7 @@ impl Agent {
     ///
     /// `verify` asks for a checksum of what arrives, which both sides compute over their own bytes: `"full"` of
     /// every byte; `"sample"` of the first and the last token of each push and of one row (a token of a head) in
-    /// 16 of the others, which finds what breaks many rows, and not one wrong byte elsewhere. Where the sums
+    /// 64 of the others, which finds what breaks many rows, and not one wrong byte elsewhere. Where the sums
     /// differ the room fails with `ChecksumMismatch` on both sides.
     ///
     /// Returns at once. Raises `BadArgument` (a room that is not 63 bits, too few pages for the tokens, no

@@ -40,7 +40,7 @@ pub struct Extent {
     pub tokens: Range<u64>,
     /// Layers, at most; what the template does not hold is left out.
     pub layers: Range<u32>,
-    /// Only the first and the last token's rows, and one row in 16 of the others.
+    /// Only the first and the last token's rows, and one row in 64 of the others.
     pub sample: bool,
 }
 
