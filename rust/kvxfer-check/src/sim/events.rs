@@ -2,10 +2,11 @@
 
 use super::engine::Ends;
 use super::geometry::{Tokens, ix};
+use super::sums::Sum;
 use super::world::World;
-use kvxfer_proto::Room;
 use kvxfer_proto::msg::{Frame, Msg};
 use kvxfer_proto::node::{Direction, Event, EventKind, PeerKey};
+use kvxfer_proto::{PushId, Reason, ReasonKind, Room};
 
 /// What was so before a frame was handled, where that matters.
 #[derive(Clone, Copy)]
@@ -64,6 +65,9 @@ impl World<'_> {
             self.now,
             format_args!("{name} tells of room {}: {shown} released={}", event.room, event.released),
         );
+        if let EventKind::Failed(reason) = &event.kind {
+            self.check_reason(&name, event.room, reason);
+        }
         let life = self.agents[i].life;
         let Some(&r) = self.by_room.get(&event.room) else {
             self.log
@@ -82,6 +86,36 @@ impl World<'_> {
             );
         }
         self.settle_room(r);
+    }
+
+    /// Everybody here keeps the rules: no fault of the network makes one accuse another of breaking them.
+    fn check_reason(&mut self, name: &str, room: Room, reason: &Reason) {
+        let accuses = matches!(
+            reason.kind,
+            ReasonKind::ProtocolError
+                | ReasonKind::Internal
+                | ReasonKind::TokensMismatch
+                | ReasonKind::PageError
+                | ReasonKind::ChecksumMismatch
+        );
+        if accuses && self.options.flaw.is_none() {
+            self.log.violation(
+                self.now,
+                format_args!("{name} says of room {room} what no fault can cause: {}", reason.text),
+            );
+        }
+    }
+
+    /// A source's pages are read by its sums, too: they are not to be given back before.
+    fn check_sums(&mut self, i: usize, room: Room, push: Option<PushId>) {
+        let reads = |s: &Sum| s.of_source && s.room == room && push.is_none_or(|p| p == s.push);
+        if self.agents[i].sums.values().any(reads) {
+            let name = &self.agents[i].name;
+            self.log.violation(
+                self.now,
+                format_args!("{name} releases pages of room {room} under a sum that reads them"),
+            );
+        }
     }
 
     /// Counts an event of a side. Whether it is the release of its pages.
@@ -171,6 +205,7 @@ impl World<'_> {
             self.agents[i].voided.insert(event.room);
         }
         if let EventKind::Retracted(push) = event.kind {
+            self.check_sums(i, event.room, Some(push));
             let s = &mut self.rooms[r].prefill[side];
             if s.ends.released == 0
                 && let Some(at) = s.old.iter().position(|o| o.stopping.contains(&push))
@@ -183,6 +218,7 @@ impl World<'_> {
             }
         }
         if release {
+            self.check_sums(i, event.room, None);
             let s = &mut self.rooms[r].prefill[side];
             let mut all: Vec<_> = std::mem::take(&mut s.old).into_iter().map(|o| o.pages).collect();
             all.extend(s.pages.take());
@@ -342,6 +378,13 @@ impl World<'_> {
     /// Keeps what a process has counted, before it is gone.
     pub(super) fn add_counters(&mut self, i: usize) {
         let c = self.agents[i].node.counters();
+        if c.protocol_errors > 0 && self.options.flaw.is_none() {
+            let name = &self.agents[i].name;
+            self.log.violation(
+                self.now,
+                format_args!("{name} saw {} messages that break the protocol", c.protocol_errors),
+            );
+        }
         self.tally.sessions += c.sessions;
         self.tally.fences += c.fences;
         self.tally.stale_refused += c.stale_refused;

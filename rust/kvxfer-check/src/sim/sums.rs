@@ -5,7 +5,7 @@ use super::world::{Job, World};
 use kvxfer_fabric::FabricError;
 use kvxfer_proto::node::{DeliveryEnd, DeliveryId, Flaw, PeerKey, Summing};
 use kvxfer_proto::plan::{Digest, End, Extent, Rows};
-use kvxfer_proto::{Reason, ReasonKind};
+use kvxfer_proto::{PushId, Reason, ReasonKind, Room};
 use std::collections::BTreeMap;
 
 /// Bytes that are summed in one turn.
@@ -15,6 +15,10 @@ const SUM_BYTES: u64 = super::lane::SLICE_BYTES;
 #[derive(Debug)]
 pub(super) struct Sum {
     pub(super) peer: PeerKey,
+    pub(super) room: Room,
+    pub(super) push: PushId,
+    /// Whether it reads what this agent pushes, and not what it received.
+    pub(super) of_source: bool,
     digest: Digest,
 }
 
@@ -31,7 +35,8 @@ impl Agent {
 impl World<'_> {
     pub(super) fn begin_sum(&mut self, i: usize, sum: Summing) {
         let now = self.time();
-        let Summing { id, peer, extent, .. } = sum;
+        let Summing { id, peer, room, push, extent } = sum;
+        let of_source = extent.end == End::Source;
         let a = &mut self.agents[i];
         let template = a.peers.get(&peer).and_then(|io| io.endpoint.as_ref()).map(|e| e.template.clone());
         let Some(template) = template else {
@@ -56,13 +61,13 @@ impl World<'_> {
         let a = &mut self.agents[i];
         match Digest::new(template, extent, &a.geo.counts) {
             Ok(digest) => {
-                a.sums.insert(id, Sum { peer, digest });
+                a.sums.insert(id, Sum { peer, room, push, of_source, digest });
                 let delay = self.draw(self.delays.turn);
                 self.job(delay, i, Job::Sum(id));
             }
             Err(e) => {
                 let name = &a.name;
-                self.log.violation(self.now, format_args!("{name} cannot sum room {}: {e}", sum.room));
+                self.log.violation(self.now, format_args!("{name} cannot sum room {room}: {e}"));
                 let reason = Reason::new(ReasonKind::PageError, e.to_string());
                 a.node.handle_delivery(now, id, DeliveryEnd::Failed(reason));
             }

@@ -191,6 +191,8 @@ impl Driver {
             self.carriers.disconnect(which, ep);
         }
         self.drop_watch(&mut io);
+        // A fence of its former life must not be taken for one of the next.
+        self.fences.retain(|_, k| *k != key);
         self.attempts.remove(&Retry::Connect(key));
     }
 
