@@ -387,6 +387,39 @@ fn a_byte_changed_after_the_tls_handshake_ends_the_session_and_no_more() {
     }
 }
 
+/// Whatever follows the end that a peer announced within TLS must neither be taken nor keep the thread busy.
+#[test]
+fn bytes_behind_the_end_of_a_tls_stream_are_nobodys_and_the_connection_closes() {
+    let ca = Authority::new();
+    let mut p = agent("prefill", Some(ca.issue("p", &[HERE])));
+    let mut d = agent("decode", Some(ca.issue("d", &[HERE])));
+    let address = p.agent.address().to_owned();
+    let tls = ca.issue("x", &[HERE]);
+    // The end comes in the TLS handshake's last flight, or after the control handshake.
+    for (n, late) in [(0, false), (1, true)] {
+        let mut stream = certs::client(&tls, true, dial(&address));
+        stream.conn.complete_io(&mut stream.sock).unwrap();
+        if late {
+            let binding = stream.conn.export_keying_material([0; 32], b"EXPORTER-kvxfer-1", None).unwrap();
+            let (raw, outcome) = Raw::initiate(stream, 0xA7, Purpose::Register, None, Some(binding));
+            established(outcome);
+            stream = raw.stream;
+        }
+        stream.conn.send_close_notify();
+        let mut last = Vec::new();
+        stream.conn.write_tls(&mut last).unwrap();
+        last.extend_from_slice(&[0x17; 4096]);
+        stream.sock.write_all(&last).unwrap();
+        // The socket stays open on this side: the agent has to close by itself.
+        let mut rest = Vec::new();
+        match stream.sock.read_to_end(&mut rest) {
+            Ok(_) => {}
+            Err(e) => assert_eq!(e.kind(), std::io::ErrorKind::ConnectionReset, "{e}"),
+        }
+        works(&mut p, &mut d, n * 10 + 1..n * 10 + 4, &address);
+    }
+}
+
 #[test]
 fn whoever_listens_on_the_path_reads_names_without_tls_and_none_with_it() {
     for secure in [false, true] {

@@ -325,15 +325,7 @@ impl Conn {
             match stream.read(&mut buf) {
                 Ok(0) => {
                     self.take_input(out, received);
-                    if let Some(Phase::Handshake(h)) = &mut self.phase {
-                        h.handle_eof();
-                        self.handshake_over(out);
-                    }
-                    let cut = self.tls.as_mut().is_some_and(|tls| tls.was_cut_off());
-                    let text =
-                        if cut { "the TLS stream was cut off" } else { "the peer closed the connection" };
-                    self.fail(Reason::new(ReasonKind::PeerLost, text));
-                    return;
+                    return self.ended(out);
                 }
                 Ok(n) => {
                     total += n;
@@ -357,6 +349,17 @@ impl Conn {
         }
     }
 
+    /// The peer has closed its end, and all that it said was taken.
+    fn ended(&mut self, out: &mut Vec<ControlEvent>) {
+        if let Some(Phase::Handshake(h)) = &mut self.phase {
+            h.handle_eof();
+            self.handshake_over(out);
+        }
+        let cut = self.tls.as_mut().is_some_and(|tls| tls.was_cut_off());
+        let text = if cut { "the TLS stream was cut off" } else { "the peer closed the connection" };
+        self.fail(Reason::new(ReasonKind::PeerLost, text));
+    }
+
     /// Bytes came from the socket.
     fn arrived(&mut self, bytes: &[u8], out: &mut Vec<ControlEvent>, received: &mut u64) {
         if self.lingering {
@@ -378,6 +381,10 @@ impl Conn {
         }
         self.take_input(out, received);
         self.note_partial(before != *received);
+        // Its end within TLS is its end: the socket's may never come.
+        if self.tls.as_ref().is_some_and(|tls| tls.has_ended()) {
+            self.ended(out);
+        }
     }
 
     /// The peer does not speak TLS. One that is kvxfer is told so in its own way, and nothing else.
@@ -542,7 +549,9 @@ impl Conn {
     }
 
     pub(super) fn send(&mut self, frame: &Frame) {
-        if self.out.len() - self.written > self.limits.unread_bytes {
+        if self.finishing.is_some() || self.failed.is_some() {
+            // Nothing follows the last word: over TLS it would be sealed behind our own end.
+        } else if self.out.len() - self.written > self.limits.unread_bytes {
             let text = format!(
                 "the peer has left {} bytes of control messages unread",
                 self.out.len() - self.written
