@@ -77,7 +77,7 @@ pub struct AgentConfig {
     pub secret: Option<Vec<u8>>,
     /// TLS on the control channel, also beside a secret.
     pub tls: Option<TlsConfig>,
-    /// Listen where other hosts reach it with neither a secret nor TLS.
+    /// Listen where other hosts reach it, and speak to them, with neither a secret nor TLS.
     pub insecure: bool,
     /// What others may use up.
     pub limits: Limits,

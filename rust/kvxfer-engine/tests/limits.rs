@@ -390,6 +390,65 @@ fn an_address_that_others_reach_needs_a_secret_or_tls_or_an_explicit_word() {
     }
 }
 
+/// An address of this host that is not loopback, if it has one: what the system would send from.
+fn reachable() -> std::net::IpAddr {
+    let from = std::net::UdpSocket::bind("0.0.0.0:0").and_then(|s| {
+        s.connect("192.0.2.9:9")?;
+        s.local_addr()
+    });
+    from.map(|a| a.ip()).ok().filter(|ip| !ip.is_loopback()).unwrap_or([192, 0, 2, 9].into())
+}
+
+#[test]
+fn an_agent_that_checks_nobody_speaks_to_no_other_host() {
+    let ip = reachable();
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    // Whoever is there hears nothing: not even a connection comes.
+    let listener = std::net::TcpListener::bind((ip, 0)).or_else(|_| std::net::TcpListener::bind("[::]:0"));
+    let listener = listener.or_else(|_| std::net::TcpListener::bind("0.0.0.0:0")).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let d = &mut agent("decode", |_| {});
+    let mut sources = vec![format!("{ip}:{port}"), format!("[::ffff:{ip}]:{port}"), "[2001:db8::9]:9".to_owned()];
+    // A name goes another way: the check is of what it stands for.
+    let is_outside = |a: &SocketAddr| !a.ip().to_canonical().is_loopback();
+    if std::net::ToSocketAddrs::to_socket_addrs(&(name.as_str(), port)).is_ok_and(|mut a| a.all(|a| is_outside(&a))) {
+        sources.push(format!("{name}:{port}"));
+    }
+    for (room, source) in (1..).zip(sources) {
+        d.agent.expect(expect(room, &[1], 0, 16, &source)).unwrap();
+        let reason = d.fails(room);
+        assert_eq!(reason.kind, ReasonKind::AuthError, "{source}: {}", reason.text);
+        for word in ["secret=", "tls=", "insecure=True"] {
+            assert!(reason.text.contains(word), "{source}: {}", reason.text);
+        }
+    }
+    let heard = listener.accept().map(|(_, from)| from);
+    assert_eq!(heard.unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+    // A rank that a directory on loopback names is no better.
+    let directory = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = directory.local_addr().unwrap().to_string();
+    let named = Entry { address: format!("{ip}:{port}"), dp_rank: 0, ..entry(77) };
+    let served = std::thread::spawn(move || {
+        raw::answer_lookup(directory.accept().unwrap().0, None, vec![named]);
+    });
+    d.agent.expect(expect(50, &[1], 0, 16, &at)).unwrap();
+    assert_eq!(d.fails(50).kind, ReasonKind::AuthError);
+    served.join().unwrap();
+    assert!(listener.accept().is_err());
+    // An explicit word lets it through: to an agent, where this host has such an address.
+    let Ok(_) = std::net::TcpListener::bind((ip, 0)) else { return };
+    let open = |name: &str| {
+        agent(name, |c| {
+            c.insecure = true;
+            if name == "open-prefill" {
+                c.listen = SocketAddr::new(ip, 0).to_string();
+            }
+        })
+    };
+    works(&mut open("open-prefill"), &mut open("open-decode"), 60);
+}
+
 #[test]
 fn a_frame_is_as_long_as_it_says() {
     // What the other tests build by hand is what the codec makes.

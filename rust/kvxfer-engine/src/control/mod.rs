@@ -72,6 +72,7 @@ pub(crate) struct Control {
     incarnation: Incarnation,
     secret: Option<Secret>,
     tls: Option<TlsSetup>,
+    insecure: bool,
     limits: Limits,
     usage: Usage,
     ready: Vec<epoll::Event>,
@@ -89,7 +90,7 @@ pub(crate) struct Control {
 pub(crate) struct Guard {
     pub(crate) secret: Option<Secret>,
     pub(crate) tls: Option<TlsSetup>,
-    /// Others may reach an agent that checks nobody.
+    /// An agent that checks nobody may speak to other hosts.
     pub(crate) insecure: bool,
     pub(crate) limits: Limits,
 }
@@ -148,6 +149,7 @@ impl Control {
             incarnation,
             secret: guard.secret,
             tls: guard.tls,
+            insecure: guard.insecure,
             limits: guard.limits,
             usage: Usage::default(),
             ready: Vec::with_capacity(256),
@@ -404,27 +406,55 @@ impl Control {
         let deadline = now.after(self.limits.handshake_timeout);
         let mut conn = Conn::dialled(id, kind, self.limits, deadline);
         let tls = self.tls.as_ref().map(|tls| tls.initiator(&address.host)).transpose();
-        match (self.handshake_config(), tls) {
+        let handshake = match (self.handshake_config(), tls) {
             (Some(config), Ok(tls)) => {
-                conn.set_handshake(handshake::Handshake::initiator(config, purpose, session), tls);
+                Ok((handshake::Handshake::initiator(config, purpose, session), tls))
             }
-            (_, Err(reason)) => conn.fail(reason),
-            (None, _) => conn.fail(Reason::new(ReasonKind::Internal, "the system has no randomness")),
-        }
-        match address.literal() {
-            Some(socket) => conn.connect(&[socket]),
-            None => self.names.ask(id, address.clone()),
+            (_, Err(reason)) => Err(reason),
+            (None, _) => Err(Reason::new(ReasonKind::Internal, "the system has no randomness")),
+        };
+        match handshake {
+            Ok((handshake, tls)) => {
+                conn.set_handshake(handshake, tls);
+                match address.literal().map(|socket| self.may_dial(vec![socket])) {
+                    Some(Ok(sockets)) => conn.connect(&sockets),
+                    Some(Err(reason)) => conn.fail(reason),
+                    None => self.names.ask(id, address.clone()),
+                }
+            }
+            Err(reason) => conn.fail(reason),
         }
         self.add(conn);
         id
     }
 
+    /// Those of a host's addresses that this agent may speak to. One that asks nobody for a proof would tell whoever
+    /// answers there where its memory is, and how to write it.
+    fn may_dial(&self, mut addresses: Vec<SocketAddr>) -> Result<Vec<SocketAddr>, Reason> {
+        let Some(first) = addresses.first().copied() else { return Ok(addresses) };
+        if self.insecure || self.secret.is_some() || self.tls.is_some() {
+            return Ok(addresses);
+        }
+        addresses.retain(|a| a.ip().to_canonical().is_loopback());
+        if addresses.is_empty() {
+            let text = format!(
+                "speaking to {first}, which is not this host's loopback, needs a shared secret or TLS: pass secret=, or \
+                 set KVXFER_SECRET_FILE or KVXFER_SECRET, or pass tls=; insecure=True lets whoever answers there read \
+                 and write the KV pages"
+            );
+            return Err(Reason::new(ReasonKind::AuthError, text));
+        }
+        Ok(addresses)
+    }
+
     fn named(&mut self) {
         for (id, answer) in self.names.answers() {
+            let answer = answer.map_err(|why| Reason::new(ReasonKind::PeerLost, why));
+            let allowed = answer.and_then(|addresses| self.may_dial(addresses));
             let Some(conn) = self.conns.get_mut(&id) else { continue };
-            match answer {
+            match allowed {
                 Ok(addresses) => conn.connect(&addresses),
-                Err(why) => conn.fail(Reason::new(ReasonKind::PeerLost, why)),
+                Err(reason) => conn.fail(reason),
             }
             self.touched.push(id);
         }
