@@ -420,6 +420,30 @@ fn bytes_behind_the_end_of_a_tls_stream_are_nobodys_and_the_connection_closes() 
     }
 }
 
+/// Strangers that keep their handshakes going are served a few in a turn: all of them still get through, and so do agents.
+#[test]
+fn a_flood_of_tls_handshakes_delays_others_and_ends_none() {
+    let ca = Authority::new();
+    let mut p = agent("prefill", Some(ca.issue("p", &[HERE])));
+    let mut d = agent("decode", Some(ca.issue("d", &[HERE])));
+    let address = p.agent.address().to_owned();
+    let tls = ca.issue("x", &[HERE]);
+    // Half a handshake each, all at once: the agent has their hellos to answer in one turn.
+    let mut flood: Vec<_> = (0..60).map(|_| certs::client(&tls, true, dial(&address))).collect();
+    for stream in &mut flood {
+        stream.conn.write_tls(&mut stream.sock).unwrap();
+    }
+    works(&mut p, &mut d, 1..4, &address);
+    for mut stream in flood {
+        stream.conn.complete_io(&mut stream.sock).unwrap();
+        let binding = stream.conn.export_keying_material([0; 32], b"EXPORTER-kvxfer-1", None).unwrap();
+        let (mut raw, outcome) = Raw::initiate(stream, 0xA8, Purpose::Lookup, None, Some(binding));
+        established(outcome);
+        lookup(&mut raw);
+    }
+    works(&mut p, &mut d, 4..7, &address);
+}
+
 #[test]
 fn whoever_listens_on_the_path_reads_names_without_tls_and_none_with_it() {
     for secure in [false, true] {

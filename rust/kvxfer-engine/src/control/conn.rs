@@ -242,6 +242,11 @@ impl Conn {
         matches!(self.phase, Some(Phase::Ready(_)))
     }
 
+    /// Whether what comes next may cost signatures.
+    pub(super) fn is_in_tls_handshake(&self) -> bool {
+        self.tls.is_some() && matches!(self.phase, Some(Phase::Handshake(_)))
+    }
+
     /// Why the connection is over, if it is.
     pub(super) fn over(&self) -> Option<Reason> {
         if let Some(reason) = &self.failed {

@@ -34,6 +34,12 @@ const TOKEN_CONN: u64 = 64;
 /// From here on: processes that are watched.
 const TOKEN_WATCH: u64 = 1 << 62;
 
+/// Connections in a TLS handshake that are served in one turn: a step costs some hundred microseconds of signatures, and a
+/// flood of strangers must not make the data wait for all of theirs.
+const TLS_HANDSHAKES_PER_TURN: usize = 4;
+/// Connections that are turned away in one turn when no descriptor is left.
+const SHED_PER_TURN: usize = 64;
+
 /// Names a watched process.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct WatchId(u64);
@@ -75,6 +81,9 @@ pub(crate) struct Control {
     insecure: bool,
     limits: Limits,
     usage: Usage,
+    /// Ready connections in a TLS handshake, and which was served last.
+    shaking: Vec<(ConnId, epoll::EventFlags)>,
+    shaken: ConnId,
     ready: Vec<epoll::Event>,
     /// Connections with something to write or to report.
     touched: Vec<ConnId>,
@@ -152,6 +161,8 @@ impl Control {
             insecure: guard.insecure,
             limits: guard.limits,
             usage: Usage::default(),
+            shaking: Vec::new(),
+            shaken: ConnId(0),
             ready: Vec::with_capacity(256),
             touched: Vec::new(),
             frames_sent: 0,
@@ -211,16 +222,39 @@ impl Control {
                 token if token >= TOKEN_WATCH => out.push(ControlEvent::ProcessEnded(WatchId(token))),
                 token if token >= TOKEN_CONN => {
                     let id = ConnId(token);
-                    if let Some(conn) = self.conns.get_mut(&id) {
-                        conn.io(flags, out, &mut self.frames_received);
-                        self.touched.push(id);
+                    match self.conns.get_mut(&id) {
+                        Some(conn) if conn.is_in_tls_handshake() => self.shaking.push((id, flags)),
+                        Some(conn) => {
+                            conn.io(flags, out, &mut self.frames_received);
+                            self.touched.push(id);
+                        }
+                        None => {}
                     }
                 }
                 _ => {}
             }
         }
         self.ready = ready;
+        self.shake(out);
         any
+    }
+
+    /// Serves some of the connections in a TLS handshake, in turn; the others are ready the next time too.
+    fn shake(&mut self, out: &mut Vec<ControlEvent>) {
+        let mut shaking = std::mem::take(&mut self.shaking);
+        if !shaking.is_empty() {
+            shaking.sort_unstable_by_key(|(id, _)| *id);
+            let next = shaking.partition_point(|(id, _)| *id <= self.shaken);
+            shaking.rotate_left(next);
+        }
+        for (id, flags) in shaking.drain(..).take(TLS_HANDSHAKES_PER_TURN) {
+            if let Some(conn) = self.conns.get_mut(&id) {
+                conn.io(flags, out, &mut self.frames_received);
+                self.touched.push(id);
+            }
+            self.shaken = id;
+        }
+        self.shaking = shaking;
     }
 
     /// Sends what was queued, reports what ended, and gives up handshakes that take too long.
