@@ -398,7 +398,9 @@ impl Control {
     /// readable for ever and the thread awake.
     fn shed(&mut self) {
         self.spare = None;
-        while let Ok((stream, _)) = self.listener.accept() {
+        // Bounded like `accept`: whoever connects faster than this loop must not keep the thread in it.
+        for _ in 0..SHED_PER_TURN {
+            let Ok((stream, _)) = self.listener.accept() else { break };
             self.bad_connections += 1;
             drop(stream);
         }
