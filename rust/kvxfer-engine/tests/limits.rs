@@ -296,10 +296,13 @@ fn floods_of_requests_end_the_connection_that_they_come_on() {
     s.send(Msg::Register(entry(105)), 0).unwrap();
     s.until_closed();
     listed(1 + 4);
-    // Somebody else's incarnation is nobody's to register.
-    let mut s = friend(&p, 106, Purpose::Register);
-    s.send(Msg::Register(entry(107)), 0).unwrap();
-    s.until_closed();
+    // Somebody else's incarnation is nobody's to register, and takes nobody's place: neither by it nor by the rank.
+    for theirs in [entry(107), entry(100), Entry { incarnation: Incarnation(108), ..entry(101) }] {
+        let mut s = friend(&p, 106, Purpose::Register);
+        s.send(Msg::Register(theirs), 0).unwrap();
+        s.until_closed();
+    }
+    listed(1 + 4);
     drop(kept);
     listed(1);
     until(&p, "they are counted", |s| s.limited_connections >= 3);

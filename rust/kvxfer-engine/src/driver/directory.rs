@@ -129,20 +129,23 @@ impl Driver {
             (ConnKind::Accepted, Msg::Register(entry))
                 if self.directory.visitors.get(&conn) == Some(&Purpose::Register) =>
             {
+                let incarnation = frame.incarnation;
+                // Before it takes anybody's place.
+                if entry.incarnation != incarnation {
+                    let text = format!("incarnation {incarnation} registers {}", entry.incarnation);
+                    self.control.close(conn, Reason::new(ReasonKind::ProtocolError, text));
+                    return;
+                }
                 // A rank that restarted takes its old entry's place, also before the old connection is seen to end.
                 let same = |e: &Entry| {
                     (&e.engine, e.dp_rank, e.shard) == (&entry.engine, entry.dp_rank, entry.shard)
                 };
                 // An agent is one rank, however many connections it has.
-                let incarnation = frame.incarnation;
                 self.directory
                     .entries
                     .retain(|(c, e)| *c != conn && !same(e) && e.incarnation != incarnation);
                 let most = self.control.limits().registrations;
-                if entry.incarnation != incarnation {
-                    let text = format!("incarnation {incarnation} registers {}", entry.incarnation);
-                    self.control.close(conn, Reason::new(ReasonKind::ProtocolError, text));
-                } else if self.directory.entries.len() >= most {
+                if self.directory.entries.len() >= most {
                     let text = format!("{most} ranks have registered already");
                     self.control.limit(conn, Reason::new(ReasonKind::Unhealthy, text));
                 } else {
