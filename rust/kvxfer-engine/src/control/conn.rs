@@ -73,7 +73,7 @@ pub(super) struct Conn {
     allowance: Option<Allowance>,
     phase: Option<Phase>,
     described: bool,
-    /// A frame came after the handshake.
+    /// It said what it came for.
     heard: bool,
     decoder: Decoder,
     out: Vec<u8>,
@@ -492,7 +492,6 @@ impl Conn {
                 Ok(None) => return,
                 Ok(Some(decoded)) => {
                     *received += 1;
-                    self.heard = true;
                     let frame = match decoded {
                         Decoded::Frame(frame) => frame,
                         // A kind of a newer peer says nothing to us, but it has a place in the order of the link.
@@ -503,6 +502,8 @@ impl Conn {
                             msg: Msg::Pong(0),
                         },
                     };
+                    // Not by any frame: one that only pings would stay for ever.
+                    self.heard |= matches!(frame.msg, Msg::Register(_));
                     if let Err(reason) = met.check(&frame) {
                         self.fail(reason);
                     } else if !self.may_ask(&frame.msg) {
