@@ -585,7 +585,9 @@ impl Conn {
             self.out.clear();
             self.written = 0;
             self.out.shrink_to(1 << 20);
-        } else if self.written > 1 << 20 {
+        } else if self.written > 1 << 20 && self.written >= self.out.len() - self.written {
+            // Moving only once half is out makes each byte move at most once on average, and the buffer at most twice as
+            // large as what waits.
             self.out.drain(..self.written);
             self.written = 0;
         }
