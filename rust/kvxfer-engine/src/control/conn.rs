@@ -81,8 +81,6 @@ pub(super) struct Conn {
     deadline: Time,
     /// By when the frame that has begun must be whole.
     partial: Option<Time>,
-    /// The time was up once already.
-    last_call: bool,
     /// Refused, and told so: only its end is awaited, since closing with bytes unread would take the word back.
     lingering: bool,
     pub(super) fault: Option<Fault>,
@@ -132,7 +130,6 @@ impl Conn {
             written: 0,
             deadline,
             partial: None,
-            last_call: false,
             lingering: false,
             fault: None,
             registered: None,
@@ -186,27 +183,30 @@ impl Conn {
     }
 
     pub(super) fn finish(&mut self, reason: Reason) {
-        self.finishing.get_or_insert(reason);
+        if self.finishing.is_none() {
+            // The peer has time to take what is left to say, however long ago its handshake was.
+            self.deadline = crate::clock::now().after(self.limits.handshake_timeout);
+            self.finishing = Some(reason);
+        }
     }
 
     /// The time is up: a handshake ends and the peer is told; a peer that does not take what was left to say is cut off.
-    pub(super) fn time_is_up(&mut self, now: Time, next: Time) {
+    pub(super) fn time_is_up(&mut self, now: Time) {
         if self.lingering {
             self.fail(Reason::new(ReasonKind::PeerLost, "the peer was refused"));
             return;
         }
-        self.fault = Some(Fault::Slow);
+        // Whatever it is ended for from here on.
+        self.fault.get_or_insert(Fault::Slow);
         if self.established() && self.partial.is_some_and(|at| at <= now) {
             let text = "a frame of the peer was not whole in time";
             self.fail(Reason::new(ReasonKind::PeerLost, text));
             return;
         }
         let reason = Reason::new(ReasonKind::TransferTimeout, "the peer does not answer");
-        let last = std::mem::replace(&mut self.last_call, true);
-        self.deadline = next;
-        if last {
+        if self.finishing.is_some() {
             self.fail(reason);
-        } else if self.finishing.is_none() {
+        } else {
             self.abort(reason);
         }
     }

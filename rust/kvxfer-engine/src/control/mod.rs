@@ -300,7 +300,7 @@ impl Control {
         for (id, conn) in &mut self.conns {
             let Some(deadline) = conn.deadline() else { continue };
             if deadline <= now {
-                conn.time_is_up(now, now.after(self.limits.handshake_timeout));
+                conn.time_is_up(now);
                 self.touched.push(*id);
             } else {
                 next = Some(next.map_or(deadline, |n: Time| n.min(deadline)));
