@@ -223,7 +223,10 @@ mod tests {
 
     #[test]
     fn a_configuration_does_not_show_its_secret() {
-        let side = Side { groups: Vec::new(), shard: kvxfer_proto::Shard::default() };
+        let side = Side {
+            groups: Vec::new(),
+            shard: kvxfer_proto::Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 },
+        };
         let mut config = AgentConfig::new("prefill", side, Vec::new(), Vec::new());
         config.secret = Some(b"sesame".to_vec());
         for shown in [format!("{config:?}"), format!("{config:#?}")] {

@@ -436,6 +436,10 @@ impl Driver {
             + self.handshakes.len()
             + self.retries.len()
             + self.attempts.len()
+            + self.peers.len()
+            + self.settling.len()
+            + self.directory.len()
+            + self.carriers.len()
     }
 
     fn publish_stats(&mut self, now: Time) {

@@ -43,6 +43,7 @@ impl Driver {
                 Action::TellRefused { peer, rooms } => self.tell_refused(peer, rooms),
             }
         }
+        self.drop_stale_addresses();
         any
     }
 
@@ -191,6 +192,7 @@ impl Driver {
             self.carriers.disconnect(which, ep);
         }
         self.drop_watch(&mut io);
+        self.directory.stale = true;
         self.attempts.remove(&Retry::Connect(key));
     }
 

@@ -65,6 +65,18 @@ impl PeerIo {
         made.or_else(|| self.attaching.take())
     }
 
+    /// Whether there never was more than a directory's word of it.
+    pub(super) fn is_address_only(&self) -> bool {
+        self.dialling.is_none()
+            && self.conn.is_none()
+            && self.describe.is_none()
+            && self.endpoint.is_none()
+            && self.attaching.is_none()
+            && self.watch.is_none()
+            && self.refused.is_none()
+            && self.in_flight == 0
+    }
+
     pub(super) fn side(&self) -> Option<Side> {
         self.describe.as_ref().map(|d| Side { groups: d.groups.clone(), shard: d.shard })
     }
