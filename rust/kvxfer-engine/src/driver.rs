@@ -14,7 +14,7 @@ use crate::primitive::lock;
 use crate::queue::Order;
 use crate::rooms::RoomShared;
 use crate::sched::Scheduler;
-use crate::shared::Shared;
+use crate::shared::{Shared, panicked};
 use crate::stats::Stats;
 use directory::Directory;
 use kvxfer_fabric::{Completion, LocalMemory, Piece, ReadySignal};
@@ -490,10 +490,10 @@ impl Driver {
 
     /// The thread panicked: what its rooms' pages are still used for is unknown, so all of them count as held.
     pub(crate) fn died(&mut self) {
-        let reason =
-            Reason::new(ReasonKind::Internal, "the transfer thread panicked: a bug; close this agent");
-        *lock(&self.shared.unreleased) = self.node.unreleased();
-        self.fail_waiting_rooms(now(), &reason);
+        // First, since the state that has just panicked may do so again; nobody may wait for ever.
+        self.fail_waiting_rooms(now(), &panicked());
+        let left = self.node.unreleased();
+        *lock(&self.shared.unreleased) = left;
     }
 
     fn stage_changed(&self, room: Room, stage: Stage) {

@@ -362,3 +362,41 @@ fn a_signal_that_fails_or_outlives_its_room_ends_with_it() {
     p.fails(2);
     eventually("the thread lets go of the signal", || Arc::strong_count(&flag) == 1);
 }
+
+/// A signal that panics once it is told to.
+#[derive(Debug, Default)]
+struct Bomb {
+    asked: AtomicBool,
+    lit: AtomicBool,
+}
+
+impl ReadySignal for Bomb {
+    fn is_ready(&self) -> Result<bool, FabricError> {
+        self.asked.store(true, Ordering::SeqCst);
+        while !self.lit.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        panic!("a test's own panic in the transfer thread");
+    }
+}
+
+#[test]
+fn a_panic_of_the_thread_ends_every_wait_and_calls_no_page_free() {
+    let p = shm("p");
+    let bomb = Arc::new(Bomb::default());
+    p.agent.open(1, None, None).unwrap();
+    let mut order = push(2, &[3], 0, 16);
+    (order.ready, order.last) = (Some(Arc::clone(&bomb) as Arc<dyn ReadySignal>), false);
+    p.agent.push(order).unwrap();
+    eventually("the thread is in the signal", || bomb.asked.load(Ordering::SeqCst));
+    // These wait in the queue: the thread never takes them.
+    p.agent.push(push(2, &[4], 16, 16)).unwrap();
+    p.agent.push(push(3, &[5], 0, 16)).unwrap();
+    bomb.lit.store(true, Ordering::SeqCst);
+    for room in 1..4 {
+        let end = p.agent.wait(room, Some(LIMIT)).unwrap();
+        assert_eq!(end.error().map(|r| r.kind), Some(ReasonKind::Internal), "room {room}: {end:?}");
+        assert!(!end.released, "room {room}: what was in flight may still be");
+    }
+    p.agent.close(Duration::from_secs(1));
+}
