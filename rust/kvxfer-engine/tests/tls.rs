@@ -22,6 +22,7 @@ use kvxfer_proto::{Reason, ReasonKind};
 use raw::{Proxy, Raw, Tamper, answer_lookup, dial, established, lookup};
 use std::io::{Read, Write};
 use std::net::TcpListener;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use support::{LIMIT, Party, expect, party, push, side};
@@ -337,17 +338,31 @@ fn end(address: &str, directory: std::thread::JoinHandle<()>) {
     directory.join().unwrap();
 }
 
-/// The first session's bytes go through `rule`, the later ones' untouched: the room ends well all the same.
-fn survives(name: &str, rule: impl Fn() -> Tamper + Send + 'static) {
+/// The first session's bytes go through `rule`, the later ones' untouched: the room ends well all the same, and over a
+/// second session once the rule has set its flag, which it must have.
+fn survives(name: &str, rule: impl Fn(Arc<AtomicBool>) -> Tamper + Send + 'static) {
+    let (fired, sessions) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let (flag, count) = (Arc::clone(&fired), Arc::clone(&sessions));
     let ca = Authority::new();
     let mut p = agent("prefill", Some(ca.issue("p", &[HERE])));
     let mut d = agent("decode", Some(ca.issue("d", &[HERE])));
-    let (address, proxy, directory) = through(&p, Some(&ca.issue("x", &[HERE])), move |n| match n {
-        0 => rule(),
-        _ => Box::new(|_, bytes| Some(bytes)),
+    let (address, proxy, directory) = through(&p, Some(&ca.issue("x", &[HERE])), move |n| {
+        count.fetch_add(1, Ordering::SeqCst);
+        match n {
+            0 => rule(Arc::clone(&flag)),
+            _ => Box::new(|_, bytes| Some(bytes)),
+        }
     });
     println!("{name}");
-    works(&mut p, &mut d, 1..4, &address);
+    let mut room = 1;
+    while room < 4 || (!fired.load(Ordering::SeqCst) && room < 40) {
+        works(&mut p, &mut d, room..room + 1, &address);
+        room += 1;
+    }
+    assert!(fired.load(Ordering::SeqCst), "{name}: nothing was done to the session");
+    // The hit may have come behind the last room's last word: the next one then needs the second session.
+    works(&mut p, &mut d, room..room + 3, &address);
+    assert!(sessions.load(Ordering::SeqCst) >= 2, "{name}: the session went on");
     drop((p, d, proxy));
     end(&address, directory);
 }
@@ -356,10 +371,11 @@ fn survives(name: &str, rule: impl Fn() -> Tamper + Send + 'static) {
 fn a_tls_stream_that_is_cut_anywhere_ends_no_room_wrongly() {
     // Within the client's first flight, the server's, the control handshake, and the session after it.
     for at in [1, 100, 700, 1500, 2500, 3500, 4200, 5000] {
-        survives(&format!("cut after {at} bytes"), move || {
+        survives(&format!("cut after {at} bytes"), move |fired| {
             let mut left: i64 = at;
             Box::new(move |_, bytes| {
                 left -= i64::try_from(bytes.len()).unwrap();
+                fired.fetch_or(left <= 0, Ordering::SeqCst);
                 (left > 0).then_some(bytes)
             })
         });
@@ -369,14 +385,15 @@ fn a_tls_stream_that_is_cut_anywhere_ends_no_room_wrongly() {
 #[test]
 fn a_byte_changed_after_the_tls_handshake_ends_the_session_and_no_more() {
     for there in [true, false] {
-        // Far enough to be past both handshakes' start in that direction; wherever it hits, nothing false is taken.
-        for at in [2800usize, 3600, 4400] {
-            survives(&format!("there: {there}, byte {at}"), move || {
+        // Behind the hellos; in a handshake's proofs, in the description and in the session's own frames.
+        for at in [1200usize, 1900, 2600, 3300] {
+            survives(&format!("there: {there}, byte {at}"), move |fired| {
                 let mut seen = 0;
                 Box::new(move |way, mut bytes| {
                     if way == there {
                         if (seen..seen + bytes.len()).contains(&at) {
                             bytes[at - seen] ^= 1;
+                            fired.store(true, Ordering::SeqCst);
                         }
                         seen += bytes.len();
                     }
