@@ -443,9 +443,7 @@ impl Control {
         let mut conn = Conn::dialled(id, kind, self.limits, deadline);
         let tls = self.tls.as_ref().map(|tls| tls.initiator(&address.host)).transpose();
         let handshake = match (self.handshake_config(), tls) {
-            (Some(config), Ok(tls)) => {
-                Ok((handshake::Handshake::initiator(config, purpose, session), tls))
-            }
+            (Some(config), Ok(tls)) => Ok((handshake::Handshake::initiator(config, purpose, session), tls)),
             (_, Err(reason)) => Err(reason),
             (None, _) => Err(Reason::new(ReasonKind::Internal, "the system has no randomness")),
         };
