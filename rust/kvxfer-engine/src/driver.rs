@@ -9,7 +9,7 @@ use crate::address::{DEFAULT_PORT, HostPort};
 use crate::carriers::{Carriers, Which};
 use crate::clock::now;
 use crate::config::{AgentConfig, StartError};
-use crate::control::{ConnId, Control, ControlEvent, Guard, TOKEN_FABRIC, TlsSetup, WatchId};
+use crate::control::{ConnId, Control, ControlEvent, Guard, Limits, TOKEN_FABRIC, TlsSetup, WatchId};
 use crate::primitive::lock;
 use crate::queue::Order;
 use crate::rooms::RoomShared;
@@ -135,6 +135,13 @@ impl Driver {
                 )));
             }
             shape.kind = span.kind;
+        }
+        if config.limits.frame_bytes < Limits::LEAST_FRAME_BYTES {
+            return Err(StartError::BadArgument(format!(
+                "limits: frame_bytes={}: it is at least {}, and more than 4 bytes for each page of the longest room",
+                config.limits.frame_bytes,
+                Limits::LEAST_FRAME_BYTES
+            )));
         }
         let secret = match &config.secret {
             None => None,

@@ -14,7 +14,7 @@ mod certs;
 mod raw;
 mod support;
 
-use kvxfer_engine::{Agent, AgentConfig, FabricChoice, StartError, Stats};
+use kvxfer_engine::{Agent, AgentConfig, FabricChoice, Limits, StartError, Stats};
 use kvxfer_proto::handshake::{Config, Handshake, Outcome};
 use kvxfer_proto::msg::{Describe, Entry, Grant, Lookup, Msg, Owed, Purpose, Role, Verify};
 use kvxfer_proto::wire::{self, Decoder, MAX_FRAME_BYTES};
@@ -246,19 +246,25 @@ fn entry(me: u64) -> Entry {
 
 #[test]
 fn frames_over_the_limit_close_the_connection_before_and_after_authentication() {
-    let mut p = agent("prefill", |c| c.limits.frame_bytes = 10_000);
+    let mut p = agent("prefill", |c| c.limits.frame_bytes = Limits::LEAST_FRAME_BYTES);
     let mut d = agent("decode", |_| {});
     // Before: 4 KiB, whatever the setting. Refused by the length alone.
     let mut s = dial(p.agent.address());
     s.write_all(&5000u32.to_le_bytes()).unwrap();
     is_closed(s);
     let mut s = granter(&p, 80);
-    s.send(grant(1, 2000), 1).unwrap();
+    s.send(grant(1, 16_000), 1).unwrap();
     s.send(Msg::Ping(1), 0).unwrap();
-    assert!(std::iter::from_fn(|| s.next()).any(|f| f.msg == Msg::Pong(1)), "8000 bytes are allowed");
-    s.stream.write_all(&10_001u32.to_le_bytes()).unwrap();
+    assert!(std::iter::from_fn(|| s.next()).any(|f| f.msg == Msg::Pong(1)), "64,000 bytes are allowed");
+    let above = u32::try_from(Limits::LEAST_FRAME_BYTES).unwrap() + 1;
+    s.stream.write_all(&above.to_le_bytes()).unwrap();
     s.until_closed();
     works(&mut p, &mut d, 2);
+    // Below the floor an honest grant could be one frame too long, and would be sent again for ever.
+    for bytes in [0, 1, Limits::LEAST_FRAME_BYTES - 1] {
+        let e = start("127.0.0.1:0", |c| c.limits.frame_bytes = bytes).unwrap_err();
+        assert!(matches!(&e, StartError::BadArgument(text) if text.contains("frame_bytes=")), "{e}");
+    }
 }
 
 #[test]
@@ -420,10 +426,13 @@ fn an_agent_that_checks_nobody_speaks_to_no_other_host() {
     listener.set_nonblocking(true).unwrap();
     let port = listener.local_addr().unwrap().port();
     let d = &mut agent("decode", |_| {});
-    let mut sources = vec![format!("{ip}:{port}"), format!("[::ffff:{ip}]:{port}"), "[2001:db8::9]:9".to_owned()];
+    let mut sources =
+        vec![format!("{ip}:{port}"), format!("[::ffff:{ip}]:{port}"), "[2001:db8::9]:9".to_owned()];
     // A name goes another way: the check is of what it stands for.
     let is_outside = |a: &SocketAddr| !a.ip().to_canonical().is_loopback();
-    if std::net::ToSocketAddrs::to_socket_addrs(&(name.as_str(), port)).is_ok_and(|mut a| a.all(|a| is_outside(&a))) {
+    if std::net::ToSocketAddrs::to_socket_addrs(&(name.as_str(), port))
+        .is_ok_and(|mut a| a.all(|a| is_outside(&a)))
+    {
         sources.push(format!("{name}:{port}"));
     }
     for (room, source) in (1..).zip(sources) {
@@ -468,8 +477,8 @@ fn a_frame_is_as_long_as_it_says() {
         incarnation: Incarnation(1),
         session: SessionNo(1),
         number: 1,
-        msg: grant(1, 2000),
+        msg: grant(1, 16_000),
     };
     wire::encode(&frame, &mut out).unwrap();
-    assert!(out.len() > 8000 && out.len() < 10_000, "{}", out.len());
+    assert!(out.len() > 64_000 && out.len() < Limits::LEAST_FRAME_BYTES, "{}", out.len());
 }
