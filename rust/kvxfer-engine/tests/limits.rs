@@ -18,7 +18,7 @@ use kvxfer_engine::{Agent, AgentConfig, FabricChoice, Limits, StartError, Stats}
 use kvxfer_proto::handshake::{Config, Handshake, Outcome};
 use kvxfer_proto::msg::{Describe, Entry, Grant, Lookup, Msg, Owed, Purpose, Role, Verify};
 use kvxfer_proto::wire::{self, Decoder, MAX_FRAME_BYTES};
-use kvxfer_proto::{Incarnation, ReasonKind, Room, Seq, SessionNo};
+use kvxfer_proto::{Incarnation, Reason, ReasonKind, Room, Seq, SessionNo};
 use raw::{Raw, dial, drive, established, lookup, nonce};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -321,6 +321,49 @@ fn floods_of_requests_end_the_connection_that_they_come_on() {
     listed(1);
     until(&p, "they are counted", |s| s.limited_connections >= 3);
     works(&mut p, &mut d, 1);
+}
+
+/// A number names one session: whoever brings it again is refused, and the one that bears it goes on.
+#[test]
+fn a_second_connection_with_a_sessions_number_does_not_take_its_place() {
+    let mut p = agent("prefill", |_| {});
+    let mut first = granter(&p, 140);
+    first.send(Msg::Ping(1), 0).unwrap();
+    assert!(std::iter::from_fn(|| first.next()).any(|f| f.msg == Msg::Pong(1)));
+    for _ in 0..8 {
+        // Closed, whichever of the two a look by number would find.
+        granter(&p, 140).until_closed();
+        first.send(Msg::Ping(2), 0).unwrap();
+        assert!(std::iter::from_fn(|| first.next()).any(|f| f.msg == Msg::Pong(2)), "the first is still up");
+    }
+    assert_eq!(p.agent.stats().counters.sessions, 1);
+    works(&mut p, &mut agent("decode", |_| {}), 1);
+}
+
+/// Closing takes as long as the peer needs to read the rest, within the time of a handshake; it is nobody's fault.
+#[test]
+fn a_session_that_is_closed_with_much_to_say_is_not_called_slow() {
+    let time = Duration::from_secs(3);
+    let p = agent("prefill", |c| {
+        (c.limits.handshake_timeout, c.limits.requests_per_second) = (time, 1_000_000);
+        c.node.suspect_after = Duration::from_secs(60);
+    });
+    let mut old = granter(&p, 141);
+    // Its handshake's deadline has passed long ago.
+    std::thread::park_timeout(time + Duration::from_millis(500));
+    let count = 300_000u64;
+    for n in 0..count / 1000 {
+        let ping: Vec<u8> = (0..1000).flat_map(|k| old.encode(Msg::Ping(n * 1000 + k), 0)).collect();
+        old.stream.write_all(&ping).unwrap();
+    }
+    old.send(Msg::Refuse(Reason::new(ReasonKind::PeerLost, "enough")), 0).unwrap();
+    // Time in which the agent finds the socket full and the old deadline past.
+    std::thread::park_timeout(Duration::from_millis(400));
+    let pongs = old.until_closed().iter().filter(|f| matches!(f.msg, Msg::Pong(_))).count() as u64;
+    assert_eq!(pongs, count, "all of it arrives");
+    until(&p, "it is gone", |s| s.connections == 0);
+    let stats = p.agent.stats();
+    assert_eq!((stats.slow_connections, stats.bad_connections), (0, 0), "{stats:?}");
 }
 
 #[test]
