@@ -262,26 +262,34 @@ fn peers_that_come_and_go_leave_nothing() {
     eventually("no descriptor is left over", || descriptors() <= before);
 }
 
-/// Also of ranks that a directory named and that nothing was ever asked of.
+/// Also of ranks that a directory named and that owe this one nothing.
 #[test]
 fn a_source_that_comes_and_goes_leaves_nothing() {
-    let mut d = party("stays", side(0, 2), FabricChoice::Shm, true, |_| {});
+    let mut decode = [0, 1].map(|rank| party("stays", side(rank, 2), FabricChoice::Shm, true, |_| {}));
     for room in 0..5u64 {
-        let mut p0 = party("p0", side(0, 2), FabricChoice::Shm, true, |c| c.engine = "p".to_owned());
-        let at = p0.agent.address().to_owned();
-        // It holds heads that this decode rank does not want.
-        let p1 = party("p1", side(1, 2), FabricChoice::Shm, true, |c| {
+        let first = party("p0", side(0, 2), FabricChoice::Shm, true, |c| c.engine = "p".to_owned());
+        let at = first.agent.address().to_owned();
+        let second = party("p1", side(1, 2), FabricChoice::Shm, true, |c| {
             (c.engine, c.directory) = ("p".to_owned(), Some(at.clone()));
         });
-        d.agent.expect(expect(room, &[1], 0, 16, &at)).unwrap();
-        p0.agent.push(push(room, &[1], 0, 16)).unwrap();
-        d.succeeds(room);
-        p0.succeeds(room);
-        drop((p0, p1));
-        eventually("nothing is left", || {
-            let stats = d.agent.stats();
-            stats.gauges.peers == 0 && stats.connections == 0 && stats.driver_entries == 0
-        });
+        for d in &decode {
+            d.agent.expect(expect(room, &[1], 0, 16, &at)).unwrap();
+        }
+        let mut prefill = [first, second];
+        for p in &mut prefill {
+            p.agent.push(push(room, &[1], 0, 16)).unwrap();
+        }
+        for party in prefill.iter_mut().chain(&mut decode) {
+            party.succeeds(room);
+        }
+        eventually("the peers are counted", || decode.iter().all(|d| d.agent.stats().driver_entries > 0));
+        drop(prefill);
+        for d in &decode {
+            eventually("nothing is left", || {
+                let stats = d.agent.stats();
+                (stats.gauges.peers, stats.connections, stats.driver_entries) == (0, 0, 0)
+            });
+        }
     }
 }
 
