@@ -37,7 +37,7 @@ impl Driver {
                 }
                 Action::Resolve(source) => self.resolve(now, &source),
                 Action::Connect(key) => self.connect(now, key),
-                Action::DropSession { peer, session, reason } => self.drop_session(peer, session, reason),
+                Action::DropSession { peer, session, reason } => self.drop_session(peer, session, &reason),
                 Action::Fence(key) => self.fence(now, key),
                 Action::Forget(key) => self.forget(key),
                 Action::TellRefused { peer, rooms } => self.tell_refused(peer, rooms),

@@ -524,7 +524,7 @@ impl Driver {
         self.control.close(conn, Reason::new(ReasonKind::LayoutMismatch, "the peers do not fit"));
     }
 
-    pub(super) fn drop_session(&mut self, key: PeerKey, session: SessionNo, reason: Reason) {
+    pub(super) fn drop_session(&mut self, key: PeerKey, session: SessionNo, reason: &Reason) {
         // The present one's number is its own; those of refused ones may be anything, also each other's.
         let found = self.sessions.iter().filter(|(_, s)| **s == (key, session)).map(|(conn, _)| *conn);
         for conn in found.collect::<Vec<_>>() {
