@@ -152,7 +152,7 @@ fn orders_that_race_with_close_are_refused_or_answered() {
 #[test]
 fn a_cancel_after_the_end_does_not_poison_the_number() {
     let (mut p, mut d) = (shm("p"), shm("d"));
-    for _ in 0..3 {
+    for _ in 0..100 {
         d.agent.expect(expect(1, &[1], 0, 16, p.agent.address())).unwrap();
         p.agent.push(push(1, &[1], 0, 16)).unwrap();
         p.agent.wait(1, Some(LIMIT)).unwrap();
