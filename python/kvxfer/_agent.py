@@ -52,9 +52,9 @@ class Agent(_kvxfer.Agent):
     * `secret` (str or bytes) must be the same on both sides; None takes it from the file
       `KVXFER_SECRET_FILE`, else from `KVXFER_SECRET`.
     * `tls` is a `Tls` with the paths of certificates, also on both sides; None takes them from
-      `KVXFER_TLS_CERT`, `KVXFER_TLS_KEY` and `KVXFER_TLS_CA`. `insecure=True` listens on any address with
-      neither; it warns, since whoever reaches the port can then read and write the pages. `limits` is a
-      `Limits`: what others may use up.
+      `KVXFER_TLS_CERT`, `KVXFER_TLS_KEY` and `KVXFER_TLS_CA`. `insecure=True` listens on any address, and
+      speaks to agents on other hosts, with neither; it warns, since whoever reaches the port can then read and
+      write the pages. `limits` is a `Limits`: what others may use up.
     * `cpu` pins the transfer thread to a core; it spins `spin_us` microseconds before it sleeps;
       `queue_capacity` orders may wait for it; `slice_bytes` is how much it moves for one room before the next
       one has its turn.

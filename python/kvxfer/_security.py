@@ -11,6 +11,10 @@ from pathlib import Path
 from kvxfer.errors import BadArgument
 
 
+# An honest peer's frames must pass; the engine checks the same.
+_LEAST_FRAME_BYTES = 64 << 10
+
+
 @dataclass(frozen=True, slots=True)
 class Tls:
     """Mutual TLS 1.3 on an agent's control channel. Frozen.
@@ -55,7 +59,9 @@ class Limits:
 
     Of authenticated peers:
 
-    * `frame_bytes`: bytes of one frame (before authentication it is 4 KiB, for a description 16 MiB).
+    * `frame_bytes`: bytes of one frame, at least 64 KiB (before authentication it is 4 KiB, for a description
+      16 MiB). A grant has 4 bytes for each page of its room: keep well above the longest, since one that is
+      longer is refused each time it is sent.
     * `frame_timeout`: seconds within which a frame that has begun must be whole, and one more for each MiB.
     * `unread_bytes`: bytes that may wait for a peer to read them.
     * `requests_per_second`: pings, look-ups, registrations and attachments of one connection, on average; ten
@@ -65,7 +71,7 @@ class Limits:
       `early_pages_per_peer`: of those, with one peer, and the pages in their lists.
     * `tombstones`: failed rooms that are remembered; `tombstones_per_peer`: of those, at one peer's word.
 
-    Raises `BadArgument` for a limit below 1, or a time that is not positive.
+    Raises `BadArgument` for a limit below 1, `frame_bytes` below 65536, or a time that is not positive.
     """
 
     connections: int = 16_384
@@ -94,6 +100,11 @@ class Limits:
                     raise BadArgument(f"{field.name}={value!r}: it is seconds, above 0 and below 1e9")
             elif not 1 <= value < 1 << 32:
                 raise BadArgument(f"{field.name}={value!r}: it is at least 1 and below 2**32")
+        if self.frame_bytes < _LEAST_FRAME_BYTES:
+            raise BadArgument(
+                f"frame_bytes={self.frame_bytes!r}: it is at least {_LEAST_FRAME_BYTES}, and more than 4 bytes for "
+                "each page of the longest room"
+            )
 
 
 def tls_files(tls: Tls | None) -> tuple[Path, Path, Path, str | None] | None:

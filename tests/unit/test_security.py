@@ -66,7 +66,11 @@ def test_every_limit_is_checked_and_reaches_the_engine(name: str) -> None:
         kx.Limits(**{name: 0})
     with pytest.raises(kx.BadArgument, match=name):
         kx.Limits(**{name: 1 << 40})
-    agent(limits=kx.Limits(**{name: 1000})).close()
+    enough = 1 << 16 if name == "frame_bytes" else 1000
+    agent(limits=kx.Limits(**{name: enough})).close()
+    if name == "frame_bytes":
+        with pytest.raises(kx.BadArgument, match="frame_bytes=65535: it is at least 65536"):
+            kx.Limits(frame_bytes=enough - 1)
 
 
 def test_the_defaults_are_the_engines_and_the_documented_ones() -> None:

@@ -59,6 +59,11 @@ impl Carriers {
         Ok(Self { shm, ucx, endpoints: HashMap::new(), next: 0, completions: Vec::new() })
     }
 
+    /// Endpoints that there are or that are being made or fenced.
+    pub(crate) fn len(&self) -> usize {
+        self.endpoints.len()
+    }
+
     pub(crate) fn names(&self) -> String {
         PREFERENCE.into_iter().filter(|w| self.has(*w)).map(name).collect::<Vec<_>>().join(",")
     }

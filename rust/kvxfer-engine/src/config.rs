@@ -5,6 +5,7 @@ use kvxfer_fabric::RegionSpan;
 use kvxfer_proto::Side;
 use kvxfer_proto::msg::Role;
 use kvxfer_proto::node;
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 use thiserror::Error;
@@ -48,8 +49,8 @@ pub struct TlsConfig {
     pub name: Option<String>,
 }
 
-/// Everything an agent needs to start.
-#[derive(Clone, Debug)]
+/// Everything an agent needs to start. Its `Debug` does not show the secret.
+#[derive(Clone)]
 pub struct AgentConfig {
     /// Name, for people.
     pub name: String,
@@ -77,7 +78,7 @@ pub struct AgentConfig {
     pub secret: Option<Vec<u8>>,
     /// TLS on the control channel, also beside a secret.
     pub tls: Option<TlsConfig>,
-    /// Listen where other hosts reach it with neither a secret nor TLS.
+    /// Listen where other hosts reach it, and speak to them, with neither a secret nor TLS.
     pub insecure: bool,
     /// What others may use up.
     pub limits: Limits,
@@ -129,6 +130,60 @@ impl AgentConfig {
     }
 }
 
+impl fmt::Debug for AgentConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Taken apart, so that no new field is forgotten here.
+        let Self {
+            name,
+            engine,
+            dp_rank,
+            role,
+            model,
+            side,
+            pages,
+            regions,
+            listen,
+            directory,
+            fabric,
+            secret,
+            tls,
+            insecure,
+            limits,
+            cpu,
+            queue_capacity,
+            spin,
+            slice_bytes,
+            ucx_tls,
+            ucx_wheel_dir,
+            node,
+        } = self;
+        f.debug_struct("AgentConfig")
+            .field("name", name)
+            .field("engine", engine)
+            .field("dp_rank", dp_rank)
+            .field("role", role)
+            .field("model", model)
+            .field("side", side)
+            .field("pages", pages)
+            .field("regions", regions)
+            .field("listen", listen)
+            .field("directory", directory)
+            .field("fabric", fabric)
+            .field("secret", &secret.as_ref().map(|_| "***"))
+            .field("tls", tls)
+            .field("insecure", insecure)
+            .field("limits", limits)
+            .field("cpu", cpu)
+            .field("queue_capacity", queue_capacity)
+            .field("spin", spin)
+            .field("slice_bytes", slice_bytes)
+            .field("ucx_tls", ucx_tls)
+            .field("ucx_wheel_dir", ucx_wheel_dir)
+            .field("node", node)
+            .finish()
+    }
+}
+
 /// Why an agent did not start. Nothing of it is left.
 #[derive(Debug, Error)]
 pub enum StartError {
@@ -160,4 +215,23 @@ pub enum StartError {
         /// Its error.
         why: String,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_does_not_show_its_secret() {
+        let side = Side {
+            groups: Vec::new(),
+            shard: kvxfer_proto::Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 },
+        };
+        let mut config = AgentConfig::new("prefill", side, Vec::new(), Vec::new());
+        config.secret = Some(b"sesame".to_vec());
+        for shown in [format!("{config:?}"), format!("{config:#?}")] {
+            assert!(shown.contains("prefill") && shown.contains("slice_bytes"), "{shown}");
+            assert!(!shown.contains("sesame") && !shown.contains("115"), "{shown}");
+        }
+    }
 }

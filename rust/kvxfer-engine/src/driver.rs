@@ -9,12 +9,12 @@ use crate::address::{DEFAULT_PORT, HostPort};
 use crate::carriers::{Carriers, Which};
 use crate::clock::now;
 use crate::config::{AgentConfig, StartError};
-use crate::control::{ConnId, Control, ControlEvent, Guard, TOKEN_FABRIC, TlsSetup, WatchId};
+use crate::control::{ConnId, Control, ControlEvent, Guard, Limits, TOKEN_FABRIC, TlsSetup, WatchId};
 use crate::primitive::lock;
 use crate::queue::Order;
 use crate::rooms::RoomShared;
 use crate::sched::Scheduler;
-use crate::shared::Shared;
+use crate::shared::{Shared, panicked};
 use crate::stats::Stats;
 use directory::Directory;
 use kvxfer_fabric::{Completion, LocalMemory, Piece, ReadySignal};
@@ -135,6 +135,13 @@ impl Driver {
                 )));
             }
             shape.kind = span.kind;
+        }
+        if config.limits.frame_bytes < Limits::LEAST_FRAME_BYTES {
+            return Err(StartError::BadArgument(format!(
+                "limits: frame_bytes={}: it is at least {}, and more than 4 bytes for each page of the longest room",
+                config.limits.frame_bytes,
+                Limits::LEAST_FRAME_BYTES
+            )));
         }
         let secret = match &config.secret {
             None => None,
@@ -436,6 +443,10 @@ impl Driver {
             + self.handshakes.len()
             + self.retries.len()
             + self.attempts.len()
+            + self.peers.len()
+            + self.settling.len()
+            + self.directory.len()
+            + self.carriers.len()
     }
 
     fn publish_stats(&mut self, now: Time) {
@@ -486,10 +497,10 @@ impl Driver {
 
     /// The thread panicked: what its rooms' pages are still used for is unknown, so all of them count as held.
     pub(crate) fn died(&mut self) {
-        let reason =
-            Reason::new(ReasonKind::Internal, "the transfer thread panicked: a bug; close this agent");
-        *lock(&self.shared.unreleased) = self.node.unreleased();
-        self.fail_waiting_rooms(now(), &reason);
+        // First, since the state that has just panicked may do so again; nobody may wait for ever.
+        self.fail_waiting_rooms(now(), &panicked());
+        let left = self.node.unreleased();
+        *lock(&self.shared.unreleased) = left;
     }
 
     fn stage_changed(&self, room: Room, stage: Stage) {

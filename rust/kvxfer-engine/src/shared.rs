@@ -18,6 +18,13 @@ pub(crate) struct Shared {
     pub(crate) unreleased: Mutex<Vec<Unreleased>>,
     /// Nobody takes orders any more.
     over: AtomicBool,
+    /// Because the thread panicked.
+    died: AtomicBool,
+}
+
+/// Why everything of an agent has failed whose thread panicked.
+pub(crate) fn panicked() -> Reason {
+    Reason::new(ReasonKind::Internal, "the transfer thread panicked: a bug; close this agent")
 }
 
 impl Shared {
@@ -29,6 +36,7 @@ impl Shared {
             waiters: Waiters::new(),
             unreleased: Mutex::new(Vec::new()),
             over: AtomicBool::new(false),
+            died: AtomicBool::new(false),
         })
     }
 
@@ -38,7 +46,7 @@ impl Shared {
         self.orders.submit(order)?;
         // The fence in `Orders::submit` pairs with that in `end_orders` too: the thread may have looked for the last time
         // before the order was there, and then nobody else answers it.
-        if self.over.load(Ordering::Relaxed) && !broken(Fault::SubmitWithoutLookForEnd) {
+        if self.over.load(Ordering::Acquire) && !broken(Fault::SubmitWithoutLookForEnd) {
             self.answer_orders(at_us());
         }
         Ok(())
@@ -87,13 +95,19 @@ impl Shared {
         }
     }
 
+    /// The thread panicked: what it had in flight may still land, also in pages that orders in the queue name again.
+    pub(crate) fn thread_died(&self) {
+        // Before `over`, whose store and load make it visible.
+        self.died.store(true, Ordering::Relaxed);
+    }
+
     /// The thread has ended: whoever queued an order that it did not take, or still queues one, is answered here.
     pub(crate) fn end_orders(&self, at_us: u64) {
         if broken(Fault::EndAfterDrain) {
             self.answer_orders(at_us);
         }
         self.orders.close();
-        self.over.store(true, Ordering::Relaxed);
+        self.over.store(true, Ordering::Release);
         fence(Ordering::SeqCst);
         if !broken(Fault::EndAfterDrain) {
             self.answer_orders(at_us);
@@ -101,7 +115,8 @@ impl Shared {
     }
 
     fn answer_orders(&self, at_us: u64) {
-        let reason = Reason::new(ReasonKind::Closed, "the agent was closed");
+        let died = self.died.load(Ordering::Relaxed);
+        let reason = if died { panicked() } else { Reason::new(ReasonKind::Closed, "the agent was closed") };
         while let Some(order) = self.orders.take() {
             let (room, shared) = match order {
                 Order::Expect(e, shared) => (e.room, shared),
@@ -110,7 +125,7 @@ impl Shared {
                 // Their rooms have ended, or end with one of the others.
                 Order::Retract(..) | Order::Cancel(_) | Order::Evict(_) => continue,
             };
-            self.fail_room(room, &shared, &reason, true, at_us);
+            self.fail_room(room, &shared, &reason, !died, at_us);
         }
     }
 }

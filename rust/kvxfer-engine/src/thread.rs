@@ -28,6 +28,7 @@ pub(crate) fn start(config: AgentConfig, shared: Arc<Shared>) -> Result<Started,
                 let _ = tell.send(Ok((driver.address(), driver.fabrics())));
                 let ran = catch_unwind(AssertUnwindSafe(|| driver.run()));
                 if ran.is_err() {
+                    all.thread_died();
                     // Callers must learn of it: nobody would answer them.
                     let _ = catch_unwind(AssertUnwindSafe(|| driver.died()));
                 }

@@ -152,7 +152,7 @@ fn orders_that_race_with_close_are_refused_or_answered() {
 #[test]
 fn a_cancel_after_the_end_does_not_poison_the_number() {
     let (mut p, mut d) = (shm("p"), shm("d"));
-    for _ in 0..3 {
+    for _ in 0..100 {
         d.agent.expect(expect(1, &[1], 0, 16, p.agent.address())).unwrap();
         p.agent.push(push(1, &[1], 0, 16)).unwrap();
         p.agent.wait(1, Some(LIMIT)).unwrap();
@@ -262,6 +262,37 @@ fn peers_that_come_and_go_leave_nothing() {
     eventually("no descriptor is left over", || descriptors() <= before);
 }
 
+/// Also of ranks that a directory named and that owe this one nothing.
+#[test]
+fn a_source_that_comes_and_goes_leaves_nothing() {
+    let mut decode = [0, 1].map(|rank| party("stays", side(rank, 2), FabricChoice::Shm, true, |_| {}));
+    for room in 0..5u64 {
+        let first = party("p0", side(0, 2), FabricChoice::Shm, true, |c| c.engine = "p".to_owned());
+        let at = first.agent.address().to_owned();
+        let second = party("p1", side(1, 2), FabricChoice::Shm, true, |c| {
+            (c.engine, c.directory) = ("p".to_owned(), Some(at.clone()));
+        });
+        for d in &decode {
+            d.agent.expect(expect(room, &[1], 0, 16, &at)).unwrap();
+        }
+        let mut prefill = [first, second];
+        for p in &mut prefill {
+            p.agent.push(push(room, &[1], 0, 16)).unwrap();
+        }
+        for party in prefill.iter_mut().chain(&mut decode) {
+            party.succeeds(room);
+        }
+        eventually("the peers are counted", || decode.iter().all(|d| d.agent.stats().driver_entries > 0));
+        drop(prefill);
+        for d in &decode {
+            eventually("nothing is left", || {
+                let stats = d.agent.stats();
+                (stats.gauges.peers, stats.connections, stats.driver_entries) == (0, 0, 0)
+            });
+        }
+    }
+}
+
 #[test]
 fn failing_starts_and_strangers_leave_no_descriptor() {
     let p = shm("target");
@@ -338,4 +369,42 @@ fn a_signal_that_fails_or_outlives_its_room_ends_with_it() {
     p.agent.cancel(2).unwrap();
     p.fails(2);
     eventually("the thread lets go of the signal", || Arc::strong_count(&flag) == 1);
+}
+
+/// A signal that panics once it is told to.
+#[derive(Debug, Default)]
+struct Bomb {
+    asked: AtomicBool,
+    lit: AtomicBool,
+}
+
+impl ReadySignal for Bomb {
+    fn is_ready(&self) -> Result<bool, FabricError> {
+        self.asked.store(true, Ordering::SeqCst);
+        while !self.lit.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        panic!("a test's own panic in the transfer thread");
+    }
+}
+
+#[test]
+fn a_panic_of_the_thread_ends_every_wait_and_calls_no_page_free() {
+    let p = shm("p");
+    let bomb = Arc::new(Bomb::default());
+    p.agent.open(1, None, None).unwrap();
+    let mut order = push(2, &[3], 0, 16);
+    (order.ready, order.last) = (Some(Arc::clone(&bomb) as Arc<dyn ReadySignal>), false);
+    p.agent.push(order).unwrap();
+    eventually("the thread is in the signal", || bomb.asked.load(Ordering::SeqCst));
+    // These wait in the queue: the thread never takes them.
+    p.agent.push(push(2, &[4], 16, 16)).unwrap();
+    p.agent.push(push(3, &[5], 0, 16)).unwrap();
+    bomb.lit.store(true, Ordering::SeqCst);
+    for room in 1..4 {
+        let end = p.agent.wait(room, Some(LIMIT)).unwrap();
+        assert_eq!(end.error().map(|r| r.kind), Some(ReasonKind::Internal), "room {room}: {end:?}");
+        assert!(!end.released, "room {room}: what was in flight may still be");
+    }
+    p.agent.close(Duration::from_secs(1));
 }

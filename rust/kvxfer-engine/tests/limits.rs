@@ -14,11 +14,11 @@ mod certs;
 mod raw;
 mod support;
 
-use kvxfer_engine::{Agent, AgentConfig, FabricChoice, StartError, Stats};
+use kvxfer_engine::{Agent, AgentConfig, FabricChoice, Limits, StartError, Stats};
 use kvxfer_proto::handshake::{Config, Handshake, Outcome};
 use kvxfer_proto::msg::{Describe, Entry, Grant, Lookup, Msg, Owed, Purpose, Role, Verify};
 use kvxfer_proto::wire::{self, Decoder, MAX_FRAME_BYTES};
-use kvxfer_proto::{Incarnation, ReasonKind, Room, Seq, SessionNo};
+use kvxfer_proto::{Incarnation, Reason, ReasonKind, Room, Seq, SessionNo};
 use raw::{Raw, dial, drive, established, lookup, nonce};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -206,12 +206,20 @@ fn slow_and_silent_connections_are_dropped_in_the_handshake_and_after() {
     // After it: who asks nothing, who registers nothing, who begins a frame and drips the rest.
     is_closed(friend(&p, 70, Purpose::Lookup).stream);
     is_closed(friend(&p, 71, Purpose::Register).stream);
-    until(&p, "they are counted", |s| s.slow_connections >= 4);
+    let mut pinging = friend(&p, 76, Purpose::Register);
+    for n in 0.. {
+        if pinging.send(Msg::Ping(n), 0).is_err() {
+            break;
+        }
+        std::thread::park_timeout(short / 5);
+    }
+    pinging.until_closed();
+    until(&p, "they are counted", |s| s.slow_connections >= 5);
     let mut s = friend(&p, 72, Purpose::Register);
     s.send(Msg::Register(entry(72)), 0).unwrap();
     let long = s.encode(Msg::Register(Entry { name: "x".repeat(2000), ..entry(72) }), 0);
     drip(&mut s.stream, &long);
-    until(&p, "the dripping one is counted", |s| s.slow_connections >= 5);
+    until(&p, "the dripping one is counted", |s| s.slow_connections >= 6);
     // A session that says nothing at all.
     is_closed(granter(&p, 73).stream);
     works(&mut p, &mut d, 1);
@@ -238,19 +246,25 @@ fn entry(me: u64) -> Entry {
 
 #[test]
 fn frames_over_the_limit_close_the_connection_before_and_after_authentication() {
-    let mut p = agent("prefill", |c| c.limits.frame_bytes = 10_000);
+    let mut p = agent("prefill", |c| c.limits.frame_bytes = Limits::LEAST_FRAME_BYTES);
     let mut d = agent("decode", |_| {});
     // Before: 4 KiB, whatever the setting. Refused by the length alone.
     let mut s = dial(p.agent.address());
     s.write_all(&5000u32.to_le_bytes()).unwrap();
     is_closed(s);
     let mut s = granter(&p, 80);
-    s.send(grant(1, 2000), 1).unwrap();
+    s.send(grant(1, 16_000), 1).unwrap();
     s.send(Msg::Ping(1), 0).unwrap();
-    assert!(std::iter::from_fn(|| s.next()).any(|f| f.msg == Msg::Pong(1)), "8000 bytes are allowed");
-    s.stream.write_all(&10_001u32.to_le_bytes()).unwrap();
+    assert!(std::iter::from_fn(|| s.next()).any(|f| f.msg == Msg::Pong(1)), "64,000 bytes are allowed");
+    let above = u32::try_from(Limits::LEAST_FRAME_BYTES).unwrap() + 1;
+    s.stream.write_all(&above.to_le_bytes()).unwrap();
     s.until_closed();
     works(&mut p, &mut d, 2);
+    // Below the floor an honest grant could be one frame too long, and would be sent again for ever.
+    for bytes in [0, 1, Limits::LEAST_FRAME_BYTES - 1] {
+        let e = start("127.0.0.1:0", |c| c.limits.frame_bytes = bytes).unwrap_err();
+        assert!(matches!(&e, StartError::BadArgument(text) if text.contains("frame_bytes=")), "{e}");
+    }
 }
 
 #[test]
@@ -296,14 +310,61 @@ fn floods_of_requests_end_the_connection_that_they_come_on() {
     s.send(Msg::Register(entry(105)), 0).unwrap();
     s.until_closed();
     listed(1 + 4);
-    // Somebody else's incarnation is nobody's to register.
-    let mut s = friend(&p, 106, Purpose::Register);
-    s.send(Msg::Register(entry(107)), 0).unwrap();
-    s.until_closed();
+    // Somebody else's incarnation is nobody's to register, and takes nobody's place: neither by it nor by the rank.
+    for theirs in [entry(107), entry(100), Entry { incarnation: Incarnation(108), ..entry(101) }] {
+        let mut s = friend(&p, 106, Purpose::Register);
+        s.send(Msg::Register(theirs), 0).unwrap();
+        s.until_closed();
+    }
+    listed(1 + 4);
     drop(kept);
     listed(1);
     until(&p, "they are counted", |s| s.limited_connections >= 3);
     works(&mut p, &mut d, 1);
+}
+
+/// A number names one session: whoever brings it again is refused, and the one that bears it goes on.
+#[test]
+fn a_second_connection_with_a_sessions_number_does_not_take_its_place() {
+    let mut p = agent("prefill", |_| {});
+    let mut first = granter(&p, 140);
+    first.send(Msg::Ping(1), 0).unwrap();
+    assert!(std::iter::from_fn(|| first.next()).any(|f| f.msg == Msg::Pong(1)));
+    for _ in 0..8 {
+        // Closed, whichever of the two a look by number would find.
+        granter(&p, 140).until_closed();
+        first.send(Msg::Ping(2), 0).unwrap();
+        assert!(std::iter::from_fn(|| first.next()).any(|f| f.msg == Msg::Pong(2)), "the first is still up");
+    }
+    assert_eq!(p.agent.stats().counters.sessions, 1);
+    works(&mut p, &mut agent("decode", |_| {}), 1);
+}
+
+/// Closing takes as long as the peer needs to read the rest, within the time of a handshake; it is nobody's fault.
+#[test]
+fn a_session_that_is_closed_with_much_to_say_is_not_called_slow() {
+    let time = Duration::from_secs(3);
+    let p = agent("prefill", |c| {
+        (c.limits.handshake_timeout, c.limits.requests_per_second) = (time, 1_000_000);
+        c.node.suspect_after = Duration::from_secs(60);
+    });
+    let mut old = granter(&p, 141);
+    // Its handshake's deadline has passed long ago.
+    std::thread::park_timeout(time + Duration::from_millis(500));
+    let count = 300_000u64;
+    for n in 0..count / 1000 {
+        let ping: Vec<u8> = (0..1000).flat_map(|k| old.encode(Msg::Ping(n * 1000 + k), 0)).collect();
+        old.stream.write_all(&ping).unwrap();
+    }
+    old.send(Msg::Refuse(Reason::new(ReasonKind::PeerLost, "enough")), 0).unwrap();
+    // Time in which the agent finds the socket full and the old deadline past.
+    std::thread::park_timeout(Duration::from_millis(400));
+    let pongs = old.until_closed().iter().filter(|f| matches!(f.msg, Msg::Pong(_))).count() as u64;
+    // The last turn's answers come behind the close; all that was queued before it arrives.
+    assert!(pongs > count / 2, "cut off after {pongs} of {count}");
+    until(&p, "it is gone", |s| s.connections == 0);
+    let stats = p.agent.stats();
+    assert_eq!((stats.slow_connections, stats.bad_connections), (0, 0), "{stats:?}");
 }
 
 #[test]
@@ -390,6 +451,68 @@ fn an_address_that_others_reach_needs_a_secret_or_tls_or_an_explicit_word() {
     }
 }
 
+/// An address of this host that is not loopback, if it has one: what the system would send from.
+fn reachable() -> std::net::IpAddr {
+    let from = std::net::UdpSocket::bind("0.0.0.0:0").and_then(|s| {
+        s.connect("192.0.2.9:9")?;
+        s.local_addr()
+    });
+    from.map(|a| a.ip()).ok().filter(|ip| !ip.is_loopback()).unwrap_or([192, 0, 2, 9].into())
+}
+
+#[test]
+fn an_agent_that_checks_nobody_speaks_to_no_other_host() {
+    let ip = reachable();
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    // Whoever is there hears nothing: not even a connection comes.
+    let listener = std::net::TcpListener::bind((ip, 0)).or_else(|_| std::net::TcpListener::bind("[::]:0"));
+    let listener = listener.or_else(|_| std::net::TcpListener::bind("0.0.0.0:0")).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let d = &mut agent("decode", |_| {});
+    let mut sources =
+        vec![format!("{ip}:{port}"), format!("[::ffff:{ip}]:{port}"), "[2001:db8::9]:9".to_owned()];
+    // A name goes another way: the check is of what it stands for.
+    let is_outside = |a: &SocketAddr| !a.ip().to_canonical().is_loopback();
+    if std::net::ToSocketAddrs::to_socket_addrs(&(name.as_str(), port))
+        .is_ok_and(|mut a| a.all(|a| is_outside(&a)))
+    {
+        sources.push(format!("{name}:{port}"));
+    }
+    for (room, source) in (1..).zip(sources) {
+        d.agent.expect(expect(room, &[1], 0, 16, &source)).unwrap();
+        let reason = d.fails(room);
+        assert_eq!(reason.kind, ReasonKind::AuthError, "{source}: {}", reason.text);
+        for word in ["secret=", "tls=", "insecure=True"] {
+            assert!(reason.text.contains(word), "{source}: {}", reason.text);
+        }
+    }
+    let heard = listener.accept().map(|(_, from)| from);
+    assert_eq!(heard.unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+    // A rank that a directory on loopback names is no better.
+    let directory = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = directory.local_addr().unwrap().to_string();
+    let named = Entry { address: format!("{ip}:{port}"), dp_rank: 0, ..entry(77) };
+    let served = std::thread::spawn(move || {
+        raw::answer_lookup(directory.accept().unwrap().0, None, vec![named]);
+    });
+    d.agent.expect(expect(50, &[1], 0, 16, &at)).unwrap();
+    assert_eq!(d.fails(50).kind, ReasonKind::AuthError);
+    served.join().unwrap();
+    assert!(listener.accept().is_err());
+    // An explicit word lets it through: to an agent, where this host has such an address.
+    let Ok(_) = std::net::TcpListener::bind((ip, 0)) else { return };
+    let open = |name: &str| {
+        agent(name, |c| {
+            c.insecure = true;
+            if name == "open-prefill" {
+                c.listen = SocketAddr::new(ip, 0).to_string();
+            }
+        })
+    };
+    works(&mut open("open-prefill"), &mut open("open-decode"), 60);
+}
+
 #[test]
 fn a_frame_is_as_long_as_it_says() {
     // What the other tests build by hand is what the codec makes.
@@ -398,8 +521,8 @@ fn a_frame_is_as_long_as_it_says() {
         incarnation: Incarnation(1),
         session: SessionNo(1),
         number: 1,
-        msg: grant(1, 2000),
+        msg: grant(1, 16_000),
     };
     wire::encode(&frame, &mut out).unwrap();
-    assert!(out.len() > 8000 && out.len() < 10_000, "{}", out.len());
+    assert!(out.len() > 64_000 && out.len() < Limits::LEAST_FRAME_BYTES, "{}", out.len());
 }

@@ -22,6 +22,7 @@ use kvxfer_proto::{Reason, ReasonKind};
 use raw::{Proxy, Raw, Tamper, answer_lookup, dial, established, lookup};
 use std::io::{Read, Write};
 use std::net::TcpListener;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use support::{LIMIT, Party, expect, party, push, side};
@@ -337,17 +338,31 @@ fn end(address: &str, directory: std::thread::JoinHandle<()>) {
     directory.join().unwrap();
 }
 
-/// The first session's bytes go through `rule`, the later ones' untouched: the room ends well all the same.
-fn survives(name: &str, rule: impl Fn() -> Tamper + Send + 'static) {
+/// The first session's bytes go through `rule`, the later ones' untouched: the room ends well all the same, and over a
+/// second session once the rule has set its flag, which it must have.
+fn survives(name: &str, rule: impl Fn(Arc<AtomicBool>) -> Tamper + Send + 'static) {
+    let (fired, sessions) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let (flag, count) = (Arc::clone(&fired), Arc::clone(&sessions));
     let ca = Authority::new();
     let mut p = agent("prefill", Some(ca.issue("p", &[HERE])));
     let mut d = agent("decode", Some(ca.issue("d", &[HERE])));
-    let (address, proxy, directory) = through(&p, Some(&ca.issue("x", &[HERE])), move |n| match n {
-        0 => rule(),
-        _ => Box::new(|_, bytes| Some(bytes)),
+    let (address, proxy, directory) = through(&p, Some(&ca.issue("x", &[HERE])), move |n| {
+        count.fetch_add(1, Ordering::SeqCst);
+        match n {
+            0 => rule(Arc::clone(&flag)),
+            _ => Box::new(|_, bytes| Some(bytes)),
+        }
     });
     println!("{name}");
-    works(&mut p, &mut d, 1..4, &address);
+    let mut room = 1;
+    while room < 4 || (!fired.load(Ordering::SeqCst) && room < 40) {
+        works(&mut p, &mut d, room..room + 1, &address);
+        room += 1;
+    }
+    assert!(fired.load(Ordering::SeqCst), "{name}: nothing was done to the session");
+    // The hit may have come behind the last room's last word: the next one then needs the second session.
+    works(&mut p, &mut d, room..room + 3, &address);
+    assert!(sessions.load(Ordering::SeqCst) >= 2, "{name}: the session went on");
     drop((p, d, proxy));
     end(&address, directory);
 }
@@ -356,10 +371,11 @@ fn survives(name: &str, rule: impl Fn() -> Tamper + Send + 'static) {
 fn a_tls_stream_that_is_cut_anywhere_ends_no_room_wrongly() {
     // Within the client's first flight, the server's, the control handshake, and the session after it.
     for at in [1, 100, 700, 1500, 2500, 3500, 4200, 5000] {
-        survives(&format!("cut after {at} bytes"), move || {
+        survives(&format!("cut after {at} bytes"), move |fired| {
             let mut left: i64 = at;
             Box::new(move |_, bytes| {
                 left -= i64::try_from(bytes.len()).unwrap();
+                fired.fetch_or(left <= 0, Ordering::SeqCst);
                 (left > 0).then_some(bytes)
             })
         });
@@ -369,14 +385,15 @@ fn a_tls_stream_that_is_cut_anywhere_ends_no_room_wrongly() {
 #[test]
 fn a_byte_changed_after_the_tls_handshake_ends_the_session_and_no_more() {
     for there in [true, false] {
-        // Far enough to be past both handshakes' start in that direction; wherever it hits, nothing false is taken.
-        for at in [2800usize, 3600, 4400] {
-            survives(&format!("there: {there}, byte {at}"), move || {
+        // Behind the hellos; in a handshake's proofs, in the description and in the session's own frames.
+        for at in [1200usize, 1900, 2600, 3300] {
+            survives(&format!("there: {there}, byte {at}"), move |fired| {
                 let mut seen = 0;
                 Box::new(move |way, mut bytes| {
                     if way == there {
                         if (seen..seen + bytes.len()).contains(&at) {
                             bytes[at - seen] ^= 1;
+                            fired.store(true, Ordering::SeqCst);
                         }
                         seen += bytes.len();
                     }
@@ -385,6 +402,63 @@ fn a_byte_changed_after_the_tls_handshake_ends_the_session_and_no_more() {
             });
         }
     }
+}
+
+/// Whatever follows the end that a peer announced within TLS must neither be taken nor keep the thread busy.
+#[test]
+fn bytes_behind_the_end_of_a_tls_stream_are_nobodys_and_the_connection_closes() {
+    let ca = Authority::new();
+    let mut p = agent("prefill", Some(ca.issue("p", &[HERE])));
+    let mut d = agent("decode", Some(ca.issue("d", &[HERE])));
+    let address = p.agent.address().to_owned();
+    let tls = ca.issue("x", &[HERE]);
+    // The end comes in the TLS handshake's last flight, or after the control handshake.
+    for (n, late) in [(0, false), (1, true)] {
+        let mut stream = certs::client(&tls, true, dial(&address));
+        stream.conn.complete_io(&mut stream.sock).unwrap();
+        if late {
+            let binding = stream.conn.export_keying_material([0; 32], b"EXPORTER-kvxfer-1", None).unwrap();
+            let (raw, outcome) = Raw::initiate(stream, 0xA7, Purpose::Register, None, Some(binding));
+            established(outcome);
+            stream = raw.stream;
+        }
+        stream.conn.send_close_notify();
+        let mut last = Vec::new();
+        stream.conn.write_tls(&mut last).unwrap();
+        last.extend_from_slice(&[0x17; 4096]);
+        stream.sock.write_all(&last).unwrap();
+        // The socket stays open on this side: the agent has to close by itself.
+        let mut rest = Vec::new();
+        match stream.sock.read_to_end(&mut rest) {
+            Ok(_) => {}
+            Err(e) => assert_eq!(e.kind(), std::io::ErrorKind::ConnectionReset, "{e}"),
+        }
+        works(&mut p, &mut d, n * 10 + 1..n * 10 + 4, &address);
+    }
+}
+
+/// Strangers that keep their handshakes going are served a few in a turn: all of them still get through, and so do agents.
+#[test]
+fn a_flood_of_tls_handshakes_delays_others_and_ends_none() {
+    let ca = Authority::new();
+    let mut p = agent("prefill", Some(ca.issue("p", &[HERE])));
+    let mut d = agent("decode", Some(ca.issue("d", &[HERE])));
+    let address = p.agent.address().to_owned();
+    let tls = ca.issue("x", &[HERE]);
+    // Half a handshake each, all at once: the agent has their hellos to answer in one turn.
+    let mut flood: Vec<_> = (0..60).map(|_| certs::client(&tls, true, dial(&address))).collect();
+    for stream in &mut flood {
+        stream.conn.write_tls(&mut stream.sock).unwrap();
+    }
+    works(&mut p, &mut d, 1..4, &address);
+    for mut stream in flood {
+        stream.conn.complete_io(&mut stream.sock).unwrap();
+        let binding = stream.conn.export_keying_material([0; 32], b"EXPORTER-kvxfer-1", None).unwrap();
+        let (mut raw, outcome) = Raw::initiate(stream, 0xA8, Purpose::Lookup, None, Some(binding));
+        established(outcome);
+        lookup(&mut raw);
+    }
+    works(&mut p, &mut d, 4..7, &address);
 }
 
 #[test]

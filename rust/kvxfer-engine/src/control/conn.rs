@@ -73,7 +73,7 @@ pub(super) struct Conn {
     allowance: Option<Allowance>,
     phase: Option<Phase>,
     described: bool,
-    /// A frame came after the handshake.
+    /// It said what it came for.
     heard: bool,
     decoder: Decoder,
     out: Vec<u8>,
@@ -81,8 +81,6 @@ pub(super) struct Conn {
     deadline: Time,
     /// By when the frame that has begun must be whole.
     partial: Option<Time>,
-    /// The time was up once already.
-    last_call: bool,
     /// Refused, and told so: only its end is awaited, since closing with bytes unread would take the word back.
     lingering: bool,
     pub(super) fault: Option<Fault>,
@@ -132,7 +130,6 @@ impl Conn {
             written: 0,
             deadline,
             partial: None,
-            last_call: false,
             lingering: false,
             fault: None,
             registered: None,
@@ -186,27 +183,30 @@ impl Conn {
     }
 
     pub(super) fn finish(&mut self, reason: Reason) {
-        self.finishing.get_or_insert(reason);
+        if self.finishing.is_none() {
+            // The peer has time to take what is left to say, however long ago its handshake was.
+            self.deadline = crate::clock::now().after(self.limits.handshake_timeout);
+            self.finishing = Some(reason);
+        }
     }
 
     /// The time is up: a handshake ends and the peer is told; a peer that does not take what was left to say is cut off.
-    pub(super) fn time_is_up(&mut self, now: Time, next: Time) {
+    pub(super) fn time_is_up(&mut self, now: Time) {
         if self.lingering {
             self.fail(Reason::new(ReasonKind::PeerLost, "the peer was refused"));
             return;
         }
-        self.fault = Some(Fault::Slow);
+        // Whatever it is ended for from here on.
+        self.fault.get_or_insert(Fault::Slow);
         if self.established() && self.partial.is_some_and(|at| at <= now) {
             let text = "a frame of the peer was not whole in time";
             self.fail(Reason::new(ReasonKind::PeerLost, text));
             return;
         }
         let reason = Reason::new(ReasonKind::TransferTimeout, "the peer does not answer");
-        let last = std::mem::replace(&mut self.last_call, true);
-        self.deadline = next;
-        if last {
+        if self.finishing.is_some() {
             self.fail(reason);
-        } else if self.finishing.is_none() {
+        } else {
             self.abort(reason);
         }
     }
@@ -240,6 +240,11 @@ impl Conn {
 
     pub(super) fn established(&self) -> bool {
         matches!(self.phase, Some(Phase::Ready(_)))
+    }
+
+    /// Whether what comes next may cost signatures.
+    pub(super) fn is_in_tls_handshake(&self) -> bool {
+        self.tls.is_some() && matches!(self.phase, Some(Phase::Handshake(_)))
     }
 
     /// Why the connection is over, if it is.
@@ -325,15 +330,7 @@ impl Conn {
             match stream.read(&mut buf) {
                 Ok(0) => {
                     self.take_input(out, received);
-                    if let Some(Phase::Handshake(h)) = &mut self.phase {
-                        h.handle_eof();
-                        self.handshake_over(out);
-                    }
-                    let cut = self.tls.as_mut().is_some_and(|tls| tls.was_cut_off());
-                    let text =
-                        if cut { "the TLS stream was cut off" } else { "the peer closed the connection" };
-                    self.fail(Reason::new(ReasonKind::PeerLost, text));
-                    return;
+                    return self.ended(out);
                 }
                 Ok(n) => {
                     total += n;
@@ -357,6 +354,17 @@ impl Conn {
         }
     }
 
+    /// The peer has closed its end, and all that it said was taken.
+    fn ended(&mut self, out: &mut Vec<ControlEvent>) {
+        if let Some(Phase::Handshake(h)) = &mut self.phase {
+            h.handle_eof();
+            self.handshake_over(out);
+        }
+        let cut = self.tls.as_mut().is_some_and(|tls| tls.was_cut_off());
+        let text = if cut { "the TLS stream was cut off" } else { "the peer closed the connection" };
+        self.fail(Reason::new(ReasonKind::PeerLost, text));
+    }
+
     /// Bytes came from the socket.
     fn arrived(&mut self, bytes: &[u8], out: &mut Vec<ControlEvent>, received: &mut u64) {
         if self.lingering {
@@ -378,6 +386,10 @@ impl Conn {
         }
         self.take_input(out, received);
         self.note_partial(before != *received);
+        // Its end within TLS is its end: the socket's may never come.
+        if self.tls.as_ref().is_some_and(|tls| tls.has_ended()) {
+            self.ended(out);
+        }
     }
 
     /// The peer does not speak TLS. One that is kvxfer is told so in its own way, and nothing else.
@@ -480,7 +492,6 @@ impl Conn {
                 Ok(None) => return,
                 Ok(Some(decoded)) => {
                     *received += 1;
-                    self.heard = true;
                     let frame = match decoded {
                         Decoded::Frame(frame) => frame,
                         // A kind of a newer peer says nothing to us, but it has a place in the order of the link.
@@ -491,6 +502,8 @@ impl Conn {
                             msg: Msg::Pong(0),
                         },
                     };
+                    // Not by any frame: one that only pings would stay for ever.
+                    self.heard |= matches!(frame.msg, Msg::Register(_));
                     if let Err(reason) = met.check(&frame) {
                         self.fail(reason);
                     } else if !self.may_ask(&frame.msg) {
@@ -542,7 +555,9 @@ impl Conn {
     }
 
     pub(super) fn send(&mut self, frame: &Frame) {
-        if self.out.len() - self.written > self.limits.unread_bytes {
+        if self.finishing.is_some() || self.failed.is_some() {
+            // Nothing follows the last word: over TLS it would be sealed behind our own end.
+        } else if self.out.len() - self.written > self.limits.unread_bytes {
             let text = format!(
                 "the peer has left {} bytes of control messages unread",
                 self.out.len() - self.written
@@ -570,7 +585,9 @@ impl Conn {
             self.out.clear();
             self.written = 0;
             self.out.shrink_to(1 << 20);
-        } else if self.written > 1 << 20 {
+        } else if self.written > 1 << 20 && self.written >= self.out.len() - self.written {
+            // Moving only once half is out makes each byte move at most once on average, and the buffer at most twice as
+            // large as what waits.
             self.out.drain(..self.written);
             self.written = 0;
         }

@@ -25,7 +25,8 @@ pub struct Limits {
     pub handshakes_per_address: usize,
     /// A connection that has not passed its handshake by then is closed.
     pub handshake_timeout: Duration,
-    /// Most bytes of a frame from an authenticated peer. Others have `MAX_HANDSHAKE_BYTES`.
+    /// Most bytes of a frame from an authenticated peer; at least [`Limits::LEAST_FRAME_BYTES`]. Others have
+    /// `MAX_HANDSHAKE_BYTES`. An honest grant has four bytes a page: one above the limit would be resent for ever.
     pub frame_bytes: usize,
     /// A frame that has begun must be whole by then, with a second more for each MiB that it announces.
     pub frame_timeout: Duration,
@@ -36,6 +37,11 @@ pub struct Limits {
     pub requests_per_second: u32,
     /// Ranks in the directory.
     pub registrations: usize,
+}
+
+impl Limits {
+    /// An honest peer's frames must pass: names, layouts, reasons, and the page lists of ordinary rooms.
+    pub const LEAST_FRAME_BYTES: usize = 64 << 10;
 }
 
 impl Default for Limits {

@@ -34,6 +34,12 @@ const TOKEN_CONN: u64 = 64;
 /// From here on: processes that are watched.
 const TOKEN_WATCH: u64 = 1 << 62;
 
+/// Connections in a TLS handshake that are served in one turn: a step costs some hundred microseconds of signatures, and a
+/// flood of strangers must not make the data wait for all of theirs.
+const TLS_HANDSHAKES_PER_TURN: usize = 4;
+/// Connections that are turned away in one turn when no descriptor is left.
+const SHED_PER_TURN: usize = 64;
+
 /// Names a watched process.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct WatchId(u64);
@@ -72,8 +78,12 @@ pub(crate) struct Control {
     incarnation: Incarnation,
     secret: Option<Secret>,
     tls: Option<TlsSetup>,
+    insecure: bool,
     limits: Limits,
     usage: Usage,
+    /// Ready connections in a TLS handshake, and which was served last.
+    shaking: Vec<(ConnId, epoll::EventFlags)>,
+    shaken: ConnId,
     ready: Vec<epoll::Event>,
     /// Connections with something to write or to report.
     touched: Vec<ConnId>,
@@ -89,7 +99,7 @@ pub(crate) struct Control {
 pub(crate) struct Guard {
     pub(crate) secret: Option<Secret>,
     pub(crate) tls: Option<TlsSetup>,
-    /// Others may reach an agent that checks nobody.
+    /// An agent that checks nobody may speak to other hosts.
     pub(crate) insecure: bool,
     pub(crate) limits: Limits,
 }
@@ -148,8 +158,11 @@ impl Control {
             incarnation,
             secret: guard.secret,
             tls: guard.tls,
+            insecure: guard.insecure,
             limits: guard.limits,
             usage: Usage::default(),
+            shaking: Vec::new(),
+            shaken: ConnId(0),
             ready: Vec::with_capacity(256),
             touched: Vec::new(),
             frames_sent: 0,
@@ -209,16 +222,39 @@ impl Control {
                 token if token >= TOKEN_WATCH => out.push(ControlEvent::ProcessEnded(WatchId(token))),
                 token if token >= TOKEN_CONN => {
                     let id = ConnId(token);
-                    if let Some(conn) = self.conns.get_mut(&id) {
-                        conn.io(flags, out, &mut self.frames_received);
-                        self.touched.push(id);
+                    match self.conns.get_mut(&id) {
+                        Some(conn) if conn.is_in_tls_handshake() => self.shaking.push((id, flags)),
+                        Some(conn) => {
+                            conn.io(flags, out, &mut self.frames_received);
+                            self.touched.push(id);
+                        }
+                        None => {}
                     }
                 }
                 _ => {}
             }
         }
         self.ready = ready;
+        self.shake(out);
         any
+    }
+
+    /// Serves some of the connections in a TLS handshake, in turn; the others are ready the next time too.
+    fn shake(&mut self, out: &mut Vec<ControlEvent>) {
+        let mut shaking = std::mem::take(&mut self.shaking);
+        if !shaking.is_empty() {
+            shaking.sort_unstable_by_key(|(id, _)| *id);
+            let next = shaking.partition_point(|(id, _)| *id <= self.shaken);
+            shaking.rotate_left(next);
+        }
+        for (id, flags) in shaking.drain(..).take(TLS_HANDSHAKES_PER_TURN) {
+            if let Some(conn) = self.conns.get_mut(&id) {
+                conn.io(flags, out, &mut self.frames_received);
+                self.touched.push(id);
+            }
+            self.shaken = id;
+        }
+        self.shaking = shaking;
     }
 
     /// Sends what was queued, reports what ended, and gives up handshakes that take too long.
@@ -264,7 +300,7 @@ impl Control {
         for (id, conn) in &mut self.conns {
             let Some(deadline) = conn.deadline() else { continue };
             if deadline <= now {
-                conn.time_is_up(now, now.after(self.limits.handshake_timeout));
+                conn.time_is_up(now);
                 self.touched.push(*id);
             } else {
                 next = Some(next.map_or(deadline, |n: Time| n.min(deadline)));
@@ -362,7 +398,9 @@ impl Control {
     /// readable for ever and the thread awake.
     fn shed(&mut self) {
         self.spare = None;
-        while let Ok((stream, _)) = self.listener.accept() {
+        // Bounded like `accept`: whoever connects faster than this loop must not keep the thread in it.
+        for _ in 0..SHED_PER_TURN {
+            let Ok((stream, _)) = self.listener.accept() else { break };
             self.bad_connections += 1;
             drop(stream);
         }
@@ -404,27 +442,53 @@ impl Control {
         let deadline = now.after(self.limits.handshake_timeout);
         let mut conn = Conn::dialled(id, kind, self.limits, deadline);
         let tls = self.tls.as_ref().map(|tls| tls.initiator(&address.host)).transpose();
-        match (self.handshake_config(), tls) {
-            (Some(config), Ok(tls)) => {
-                conn.set_handshake(handshake::Handshake::initiator(config, purpose, session), tls);
+        let handshake = match (self.handshake_config(), tls) {
+            (Some(config), Ok(tls)) => Ok((handshake::Handshake::initiator(config, purpose, session), tls)),
+            (_, Err(reason)) => Err(reason),
+            (None, _) => Err(Reason::new(ReasonKind::Internal, "the system has no randomness")),
+        };
+        match handshake {
+            Ok((handshake, tls)) => {
+                conn.set_handshake(handshake, tls);
+                match address.literal().map(|socket| self.may_dial(vec![socket])) {
+                    Some(Ok(sockets)) => conn.connect(&sockets),
+                    Some(Err(reason)) => conn.fail(reason),
+                    None => self.names.ask(id, address.clone()),
+                }
             }
-            (_, Err(reason)) => conn.fail(reason),
-            (None, _) => conn.fail(Reason::new(ReasonKind::Internal, "the system has no randomness")),
-        }
-        match address.literal() {
-            Some(socket) => conn.connect(&[socket]),
-            None => self.names.ask(id, address.clone()),
+            Err(reason) => conn.fail(reason),
         }
         self.add(conn);
         id
     }
 
+    /// Those of a host's addresses that this agent may speak to. One that asks nobody for a proof would tell whoever
+    /// answers there where its memory is, and how to write it.
+    fn may_dial(&self, mut addresses: Vec<SocketAddr>) -> Result<Vec<SocketAddr>, Reason> {
+        let Some(first) = addresses.first().copied() else { return Ok(addresses) };
+        if self.insecure || self.secret.is_some() || self.tls.is_some() {
+            return Ok(addresses);
+        }
+        addresses.retain(|a| a.ip().to_canonical().is_loopback());
+        if addresses.is_empty() {
+            let text = format!(
+                "speaking to {first}, which is not this host's loopback, needs a shared secret or TLS: pass secret=, or \
+                 set KVXFER_SECRET_FILE or KVXFER_SECRET, or pass tls=; insecure=True lets whoever answers there read \
+                 and write the KV pages"
+            );
+            return Err(Reason::new(ReasonKind::AuthError, text));
+        }
+        Ok(addresses)
+    }
+
     fn named(&mut self) {
         for (id, answer) in self.names.answers() {
+            let answer = answer.map_err(|why| Reason::new(ReasonKind::PeerLost, why));
+            let allowed = answer.and_then(|addresses| self.may_dial(addresses));
             let Some(conn) = self.conns.get_mut(&id) else { continue };
-            match answer {
+            match allowed {
                 Ok(addresses) => conn.connect(&addresses),
-                Err(why) => conn.fail(Reason::new(ReasonKind::PeerLost, why)),
+                Err(reason) => conn.fail(reason),
             }
             self.touched.push(id);
         }

@@ -215,18 +215,35 @@ pub(super) struct TlsIo {
     is_tls: bool,
     up: bool,
     broken: bool,
+    /// We have said that nothing follows.
     closed: bool,
+    /// The peer has.
+    ended: bool,
 }
 
 impl TlsIo {
     fn new(mut conn: Connection, initiator: bool) -> Self {
         conn.set_buffer_limit(Some(SEALED));
-        Self { conn, initiator, head: Vec::new(), is_tls: false, up: false, broken: false, closed: false }
+        Self {
+            conn,
+            initiator,
+            head: Vec::new(),
+            is_tls: false,
+            up: false,
+            broken: false,
+            closed: false,
+            ended: false,
+        }
     }
 
     /// Whether frames can go out.
     pub(super) fn is_up(&self) -> bool {
-        self.up && !self.broken
+        self.up && !self.broken && !self.closed
+    }
+
+    /// Whether the peer has said that nothing follows. What it sends after that is nobody's.
+    pub(super) fn has_ended(&self) -> bool {
+        self.ended
     }
 
     /// Bytes came from the socket; what they say goes into `plain`.
@@ -259,14 +276,19 @@ impl TlsIo {
 
     fn take(&mut self, mut bytes: &[u8], plain: &mut Decoder) -> Fed {
         let mut buf = [0u8; 16 << 10];
-        while !bytes.is_empty() {
-            // It takes a bounded part of what it is shown.
-            if let Err(e) = self.conn.read_tls(&mut bytes) {
-                return self.broke(fatal(&Error::General(e.to_string())));
+        while !bytes.is_empty() && !self.ended {
+            // It takes a bounded part of what it is shown, and nothing once the peer has ended.
+            match self.conn.read_tls(&mut bytes) {
+                Ok(0) => break,
+                Ok(_) => {}
+                Err(e) => return self.broke(fatal(&Error::General(e.to_string()))),
             }
-            if let Err(e) = self.conn.process_new_packets() {
-                let reason = self.reason(&e);
-                return self.broke(reason);
+            match self.conn.process_new_packets() {
+                Ok(state) => self.ended = state.peer_has_closed(),
+                Err(e) => {
+                    let reason = self.reason(&e);
+                    return self.broke(reason);
+                }
             }
             loop {
                 match self.conn.reader().read(&mut buf) {
@@ -368,7 +390,8 @@ impl TlsIo {
 
     /// Says that nothing follows, so that the peer can tell an end from a cut.
     pub(super) fn close(&mut self) {
-        if self.is_up() && !std::mem::replace(&mut self.closed, true) {
+        if self.is_up() {
+            self.closed = true;
             self.conn.send_close_notify();
         }
     }

@@ -7,7 +7,7 @@ use crate::control::{ConnId, ConnKind};
 use kvxfer_proto::msg::{Entries, Entry, Frame, Lookup, Msg, Purpose};
 use kvxfer_proto::node::{Direction, PeerKey, RankInfo, Resolving, Source};
 use kvxfer_proto::{Reason, ReasonKind, SessionNo, Side, Time};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 
 /// Times that a directory is asked only to tell its ranks of rooms that have ended; some 5 s in all.
@@ -25,12 +25,19 @@ pub(super) struct Directory {
     visitors: HashMap<ConnId, Purpose>,
     /// Registered ranks, by the connection that keeps them.
     entries: Vec<(ConnId, Entry)>,
+    /// Addresses of ranks may be kept that nothing will come for.
+    pub(super) stale: bool,
 }
 
 impl Directory {
     pub(super) fn new(at: Option<&str>) -> Result<Self, String> {
         let at = at.map(|a| HostPort::parse(a, DEFAULT_PORT)).transpose()?;
         Ok(Self { at, ..Self::default() })
+    }
+
+    /// Entries of its tables.
+    pub(super) fn len(&self) -> usize {
+        self.lookups.len() + self.visitors.len() + self.entries.len()
     }
 }
 
@@ -129,20 +136,23 @@ impl Driver {
             (ConnKind::Accepted, Msg::Register(entry))
                 if self.directory.visitors.get(&conn) == Some(&Purpose::Register) =>
             {
+                let incarnation = frame.incarnation;
+                // Before it takes anybody's place.
+                if entry.incarnation != incarnation {
+                    let text = format!("incarnation {incarnation} registers {}", entry.incarnation);
+                    self.control.close(conn, Reason::new(ReasonKind::ProtocolError, text));
+                    return;
+                }
                 // A rank that restarted takes its old entry's place, also before the old connection is seen to end.
                 let same = |e: &Entry| {
                     (&e.engine, e.dp_rank, e.shard) == (&entry.engine, entry.dp_rank, entry.shard)
                 };
                 // An agent is one rank, however many connections it has.
-                let incarnation = frame.incarnation;
                 self.directory
                     .entries
                     .retain(|(c, e)| *c != conn && !same(e) && e.incarnation != incarnation);
                 let most = self.control.limits().registrations;
-                if entry.incarnation != incarnation {
-                    let text = format!("incarnation {incarnation} registers {}", entry.incarnation);
-                    self.control.close(conn, Reason::new(ReasonKind::ProtocolError, text));
-                } else if self.directory.entries.len() >= most {
+                if self.directory.entries.len() >= most {
                     let text = format!("{most} ranks have registered already");
                     self.control.limit(conn, Reason::new(ReasonKind::Unhealthy, text));
                 } else {
@@ -179,11 +189,21 @@ impl Driver {
                     });
                 }
                 self.node.handle_resolved(now, source, Ok(infos));
+                self.directory.stale = true;
             }
             Err(missing) => {
                 tracing::debug!(source = %source.address, %missing, "the directory is not complete yet");
                 self.retry(now, Retry::Resolve(source.clone()));
             }
+        }
+    }
+
+    /// Drops the addresses of ranks that the node does not know and no source of its names: an answer that it refused, or
+    /// the other ranks of a source of which one has gone. Nothing else would ever tell us to forget them.
+    pub(super) fn drop_stale_addresses(&mut self) {
+        if std::mem::take(&mut self.directory.stale) {
+            let known: HashSet<PeerKey> = self.node.known().collect();
+            self.peers.retain(|key, io| known.contains(key) || !io.is_address_only());
         }
     }
 

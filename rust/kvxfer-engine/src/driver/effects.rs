@@ -37,12 +37,13 @@ impl Driver {
                 }
                 Action::Resolve(source) => self.resolve(now, &source),
                 Action::Connect(key) => self.connect(now, key),
-                Action::DropSession { peer, session, reason } => self.drop_session(peer, session, reason),
+                Action::DropSession { peer, session, reason } => self.drop_session(peer, session, &reason),
                 Action::Fence(key) => self.fence(now, key),
                 Action::Forget(key) => self.forget(key),
                 Action::TellRefused { peer, rooms } => self.tell_refused(peer, rooms),
             }
         }
+        self.drop_stale_addresses();
         any
     }
 
@@ -193,6 +194,7 @@ impl Driver {
         self.drop_watch(&mut io);
         // A fence of its former life must not be taken for one of the next.
         self.fences.retain(|_, k| *k != key);
+        self.directory.stale = true;
         self.attempts.remove(&Retry::Connect(key));
     }
 

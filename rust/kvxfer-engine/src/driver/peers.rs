@@ -65,6 +65,18 @@ impl PeerIo {
         made.or_else(|| self.attaching.take())
     }
 
+    /// Whether there never was more than a directory's word of it.
+    pub(super) fn is_address_only(&self) -> bool {
+        self.dialling.is_none()
+            && self.conn.is_none()
+            && self.describe.is_none()
+            && self.endpoint.is_none()
+            && self.attaching.is_none()
+            && self.watch.is_none()
+            && self.refused.is_none()
+            && self.in_flight == 0
+    }
+
     pub(super) fn side(&self) -> Option<Side> {
         self.describe.as_ref().map(|d| Side { groups: d.groups.clone(), shard: d.shard })
     }
@@ -176,6 +188,12 @@ impl Driver {
         if io.dialling == Some(conn) {
             io.dialling = None;
         }
+        if self.node.session_of(key) == Some(e.met.session) {
+            // Not entered among the sessions: its end would be taken for that of the one which bears the number.
+            let text = format!("session {} is there already", e.met.session.0);
+            self.control.close(conn, Reason::new(ReasonKind::ProtocolError, text));
+            return;
+        }
         self.sessions.insert(conn, (key, e.met.session));
         if !self.answer_has_settled(now, key, describe.link_generation) {
             let reason = Reason::new(ReasonKind::PeerLost, "what was in flight may still arrive");
@@ -272,7 +290,10 @@ impl Driver {
             }
             return;
         };
+        let present = self.peers.get(&key).and_then(|io| io.conn).is_some_and(|(c, _)| c == conn);
         match frame.msg {
+            // On the connection of an older session: what was asked or answered there is void.
+            Msg::Attach(_) | Msg::Attached(_) if !present => {}
             Msg::Attach(m) => self.attach_asked(now, key, &m.fabric),
             Msg::Attached(m) => self.attach_answered(now, key, m),
             // The peer checks more than we do, and does not want us.
@@ -503,10 +524,11 @@ impl Driver {
         self.control.close(conn, Reason::new(ReasonKind::LayoutMismatch, "the peers do not fit"));
     }
 
-    pub(super) fn drop_session(&mut self, key: PeerKey, session: SessionNo, reason: Reason) {
-        let found = self.sessions.iter().find(|(_, s)| **s == (key, session)).map(|(conn, _)| *conn);
-        if let Some(conn) = found {
-            self.control.close(conn, reason);
+    pub(super) fn drop_session(&mut self, key: PeerKey, session: SessionNo, reason: &Reason) {
+        // The present one's number is its own; those of refused ones may be anything, also each other's.
+        let found = self.sessions.iter().filter(|(_, s)| **s == (key, session)).map(|(conn, _)| *conn);
+        for conn in found.collect::<Vec<_>>() {
+            self.control.close(conn, reason.clone());
         }
         if let Some(io) = self.peers.get_mut(&key)
             && io.conn.is_some_and(|(_, s)| s == session)

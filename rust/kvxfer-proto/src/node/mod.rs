@@ -363,6 +363,12 @@ impl Node {
         SessionNo(self.peers.get(&peer).map_or(1, |p| p.last_session.0 + 1))
     }
 
+    /// Every peer that is known here, and every rank of a source that rooms may still come from.
+    pub fn known(&self) -> impl Iterator<Item = PeerKey> {
+        let named = self.sources.values().filter_map(|s| s.ranks.as_ref()).flatten().map(|rank| rank.key);
+        self.peers.keys().copied().chain(named)
+    }
+
     /// Peers with this incarnation.
     pub fn keys_of(&self, incarnation: Incarnation) -> impl Iterator<Item = PeerKey> {
         [Direction::WeGrant, Direction::TheyGrant]
