@@ -204,7 +204,7 @@ def test_a_source_is_stopped_while_the_receiver_closes(way: Way) -> None:
             assert failed["released"] or receiver.event(room)["released"]
         else:
             assert not failed["released"]
-            assert [(one["room"], one["pages"], len(one["peers"])) for one in left] == [(room, [dst], 1)]
+            assert left == [{"room": room, "pages": [dst], "peers": ["source"]}]
         source.go_on()
         assert source.end(room)[0]["error"] in ("PeerLost", "AgentClosed"), source.last
         receiver.rest(dst)

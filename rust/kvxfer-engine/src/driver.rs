@@ -74,6 +74,8 @@ pub(crate) struct Driver {
     /// The link generation that we described on a connection under way.
     handshakes: HashMap<ConnId, u64>,
     next_ticket: u64,
+    /// The session that was dialled last, of whatever peer.
+    dialled: SessionNo,
     retries: BTreeSet<(Time, Retry)>,
     attempts: HashMap<Retry, u32>,
     me: Me,
@@ -187,6 +189,7 @@ impl Driver {
             watches: HashMap::new(),
             handshakes: HashMap::new(),
             next_ticket: 0,
+            dialled: SessionNo(0),
             retries: BTreeSet::new(),
             attempts: HashMap::new(),
             me: Me {
