@@ -147,7 +147,7 @@ impl Driver {
         let listen = HostPort::parse(&config.listen, DEFAULT_PORT).map_err(StartError::BadArgument)?;
         let incarnation = Incarnation(random()?);
         // The port first: a port that is taken must not cost a registration.
-        let control = Control::new(
+        let mut control = Control::new(
             &listen,
             shared.orders.signal.as_fd(),
             incarnation,
@@ -159,6 +159,7 @@ impl Driver {
             },
         )?;
         let carriers = Carriers::new(config)?;
+        control.spare_descriptors = carriers.spare_descriptors();
         let memory = LocalMemory::new(&config.regions).map_err(|e| StartError::Fabric(e.to_string()))?;
         for (i, fd) in (0u64..).zip(carriers.fds()) {
             control.watch(fd, TOKEN_FABRIC + i)?;
