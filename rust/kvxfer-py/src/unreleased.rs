@@ -19,11 +19,7 @@ pub(crate) struct Unreleased {
 
 impl From<node::Unreleased> for Unreleased {
     fn from(u: node::Unreleased) -> Self {
-        Self {
-            room: u.room.get(),
-            pages: u.pages.iter().map(|list| list.to_vec()).collect(),
-            peers: u.names,
-        }
+        Self { room: u.room.get(), pages: u.pages.iter().map(|list| list.to_vec()).collect(), peers: u.names }
     }
 }
 

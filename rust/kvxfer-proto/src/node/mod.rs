@@ -306,8 +306,7 @@ impl Node {
         };
         let inbound = self.inbound.iter().map(|(room, r)| left(room, r.pages.clone(), r.holders()));
         let outbound = self.outbound.iter().filter(|(_, r)| r.local && !r.released);
-        let outbound =
-            outbound.map(|(room, r)| left(room, r.pages(), r.dests.keys().copied().collect()));
+        let outbound = outbound.map(|(room, r)| left(room, r.pages(), r.dests.keys().copied().collect()));
         inbound.chain(outbound).collect()
     }
 
