@@ -100,8 +100,8 @@ def test_a_black_hole_beyond_the_fence(way: Way, side: str) -> None:
     """Over TCP from another host a peer's word is not taken once the network has swallowed it: its pages
     wait for the operator, also after it is back. What the survivor has sent, it can end by itself.
 
-    The hole opens behind the last byte: with bytes under way UCX 1.22 may end the sender's process when the network is
-    back (docs/ucx-notes.md).
+    The hole opens behind the last byte: with bytes under way UCX 1.22 may end the sender's process when the
+    network is back (docs/ucx-notes.md).
     """
     with hosts(way, BIG, 40, **QUICK) as h:
         it, room = h.it, h.it.room()

@@ -28,7 +28,9 @@ def sleeper(way: Way, it: Scene, **given: Any) -> Remote:
     posix=[("prefill", 0.8)],
 )
 def test_a_pause_costs_nothing_but_time(way: Way, big_other: Remote, side: str, seconds: float) -> None:
-    """In the middle of a write, and no room fails of it; a session that was given up (after 0.3 s) is made anew."""
+    """In the middle of a write, and no room fails of it; a session that was given up (after 0.3 s) is made
+    anew.
+    """
     with scene(way, big_other, field=100, **PATIENT) as it, sleeper(way, it, **PATIENT) as peer:
         room, sessions = it.room(), it.here.stats()["sessions"]
         if side == "prefill":

@@ -1,6 +1,6 @@
 """Child processes without an interpreter's start: forks of a process that has imported all that they need.
 
-Each is adopted by this process (a subreaper), so that it can be signalled and waited for like any other child.
+Each is adopted by this process (a subreaper), so that it can be signalled and waited for like any other.
 """
 
 from __future__ import annotations

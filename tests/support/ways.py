@@ -61,8 +61,8 @@ def params(*ways: Way) -> list[Any]:
 
 
 def each_way(names: str, values: Sequence[Any], *, posix: Sequence[Any]) -> pytest.MarkDecorator:
-    """Every value over shared memory and over UCX's TCP, and these over UCX's shared memory, whose way to the peer's memory is
-    another, but which shares all the rest with TCP.
+    """Every value over shared memory and over UCX's TCP, and these over UCX's shared memory, whose way to the
+    peer's memory is another, but which shares all the rest with TCP.
     """
     given = []
     for way in (SHM, TCP, POSIX):
