@@ -222,4 +222,6 @@ def test_case_24_a_storm_of_agents(way: Way) -> None:
             want = np.asarray(reference[key])
             assert np.array_equal(row.view(np.uint16), want.view(np.uint16)), key
         stats = prefill.stats()
-        assert (stats["sessions"], stats["failed"], stats["bad_connections"]) == (count, 0, 0)
+        assert (stats["sessions"], stats["failed"]) == (count, 0)
+        # At most 128 of one address may shake hands at once; the rest are turned away, and come again.
+        assert stats["bad_connections"] == stats["limited_connections"]

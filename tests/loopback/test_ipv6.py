@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 from two import Prefill, eventually
 
 import kvxfer as kx
 
-LAYOUT = {
+LAYOUT: dict[str, Any] = {
     "layers": 2,
     "kv_heads": 1,
     "head_dim": 64,
@@ -31,7 +32,7 @@ def _has_ipv6() -> bool:
 @pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 here")
 @pytest.mark.parametrize("listen", ["[::1]:0", "bare"])
 @pytest.mark.parametrize("fabric", ["shm", pytest.param("ucx", marks=pytest.mark.ucx)])
-def test_case_20_a_hand_off_between_ipv6_addresses(fabric: str, listen: str) -> None:
+def test_case_20_a_hand_off_between_ipv6_addresses(fabric: Any, listen: str) -> None:
     """With brackets and a port, and as a bare address, which has the default port."""
     if listen == "bare":
         with socket.socket(socket.AF_INET6) as sock:

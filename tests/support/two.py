@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nursery import Child, Nursery
 from rank_child import digest, fill
 
 import kvxfer as kx
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 HERE = pathlib.Path(__file__).parent
 
@@ -186,7 +189,7 @@ class Rank:
         except BrokenPipeError:
             pass
 
-    def __enter__(self) -> Rank:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

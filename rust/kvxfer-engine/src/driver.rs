@@ -463,11 +463,11 @@ impl Driver {
         if !self.shared.orders.is_closed() {
             return false;
         }
-        let Some(deadline) = self.closing else {
-            self.closing = Some(now.after(self.shared.stats.close_timeout()));
+        let deadline = self.closing.unwrap_or_else(|| {
             self.node.handle_close(now);
-            return false;
-        };
+            now.after(self.shared.stats.close_timeout())
+        });
+        self.closing = Some(deadline);
         if !(self.node.is_quiet() && self.sched.len() == 0) && now < deadline {
             return false;
         }
