@@ -182,8 +182,9 @@ class Agent(_kvxfer.Agent):
     def close(self, timeout: float = 5.0) -> list[Unreleased]:
         """Cancels every room, waits up to `timeout` seconds until no peer can touch the memory, and stops.
 
-        Returns the rooms whose pages are still not free, with their pages and peers; if there are any, the
-        memory is kept for as long as the process lives. May be called again.
+        Returns the rooms whose pages are still not free, with their pages and the names of the peers that
+        have not answered (incarnations in hex, where no name is known); if there are any, the memory is kept
+        for as long as the process lives. May be called again.
         """
         unreleased = super().close(timeout)
         for waiter in list(self._loops.values()):

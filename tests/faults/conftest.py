@@ -6,9 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from nursery import Nursery
+from two import Rank
 from ways import BIG, POSIX, SHM, SMALL, TCP, Remote, Way, params
 
 import kvxfer as kx
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nursery() -> Iterator[None]:
+    """Most of a fault test's time would be the starts of its processes."""
+    with Nursery() as found:
+        Rank.nursery = found
+        yield
+        Rank.nursery = None
 
 
 @pytest.fixture(scope="module", params=params(SHM, TCP, POSIX))

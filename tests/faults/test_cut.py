@@ -10,7 +10,7 @@ import pytest
 from cuts import Relay, data_connections, shut, unix_connections
 from scene import ENDINGS, SUCCESS, Scene, endings, nothing_happens, scene, works_again
 from two import eventually
-from ways import QUICK, TCP, Remote, Side, Way, params, tokens
+from ways import QUICK, TCP, Remote, Side, Way, each_way, params, tokens
 
 import kvxfer as kx
 
@@ -38,7 +38,7 @@ def sides(it: Scene, peer: Remote, side: str) -> tuple[Side, Side]:
     return (peer, it.here) if side == "prefill" else (it.here, peer)
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@each_way("side", ["prefill", "decode"], posix=["prefill"])
 def test_the_control_connection_is_cut_while_data_flows(way: Way, big_other: Remote, side: str) -> None:
     """By a reset, an end of file, and a reset: it is made anew, and no room is the worse for it."""
     with scene(way, big_other, field=100, **SLOW_FENCE) as it, peer_of(way, it, **SLOW_FENCE) as peer:
@@ -60,7 +60,7 @@ def test_the_control_connection_is_cut_while_data_flows(way: Way, big_other: Rem
             peer.kill()
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@each_way("side", ["prefill", "decode"], posix=["prefill"])
 def test_control_is_a_black_hole_while_data_flows(way: Way, big_other: Remote, side: str) -> None:
     """Beyond the fence, with both processes alive and the data path whole: pages are quarantined until the
     peer has answered.
@@ -90,7 +90,7 @@ def test_control_is_a_black_hole_while_data_flows(way: Way, big_other: Remote, s
             peer.kill()
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@each_way("side", ["prefill", "decode"], posix=["prefill"])
 def test_the_data_path_dies_while_control_lives(way: Way, big_other: Remote, side: str) -> None:
     """UCX's TCP connections, or the shared memory's Unix socket. What is lost is said on both sides; the
     peer is of use again.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from scene import SUCCESS, Scene, endings, scene
 from two import eventually
-from ways import Remote, Way, tokens
+from ways import Remote, Way, each_way, tokens
 
 
 def doomed_peer(way: Way, it: Scene) -> Remote:
@@ -18,7 +17,7 @@ def granted_to(it: Scene) -> int:
     return it.here.stats()["outbound"]
 
 
-@pytest.mark.parametrize("moment", ["before", "during", "delivered", "after"])
+@each_way("moment", ["before", "during", "delivered", "after"], posix=["during", "after"])
 def test_prefill_is_killed(way: Way, other: Remote, big_other: Remote, moment: str) -> None:
     """`delivered`: all bytes of a push are there, but it was not the last."""
     big = moment in ("during", "delivered")
@@ -53,7 +52,7 @@ def test_prefill_is_killed(way: Way, other: Remote, big_other: Remote, moment: s
                 ), "nothing was ever written"
 
 
-@pytest.mark.parametrize("moment", ["before", "during", "after"])
+@each_way("moment", ["before", "during", "after"], posix=["during"])
 def test_decode_is_killed(way: Way, other: Remote, big_other: Remote, moment: str) -> None:
     big = moment == "during"
     with scene(way, big_other if big else other, field=100 if big else 20) as it:

@@ -15,7 +15,7 @@ import pytest
 from scene import ENDINGS, SUCCESS, endings, hand_off, scene
 from script import run, script
 from two import eventually
-from ways import SHM, SMALL, TCP, Remote, Way, params, tokens
+from ways import SHM, SMALL, TCP, Remote, Way, each_way, params, tokens
 
 import kvxfer as kx
 
@@ -188,7 +188,7 @@ def test_memory_that_cannot_be_locked(way: Way) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
-@pytest.mark.parametrize("size", ["64k", "8m"])
+@each_way("size", ["8m"], posix=["64k", "8m"])
 def test_a_full_dev_shm(way: Way, size: str) -> None:
     """UCX's shared memory lies there, kvxfer's does not. A pool or agent that cannot have it is a typed
     error, never a signal; what was there before goes on.

@@ -99,6 +99,9 @@ def test_a_short_cut_in_mid_write_costs_nothing_but_time(way: Way) -> None:
 def test_a_black_hole_beyond_the_fence(way: Way, side: str) -> None:
     """Over TCP from another host a peer's word is not taken once the network has swallowed it: its pages
     wait for the operator, also after it is back. What the survivor has sent, it can end by itself.
+
+    The hole opens behind the last byte: with bytes under way UCX 1.22 may end the sender's process when the
+    network is back (docs/ucx-notes.md).
     """
     with hosts(way, BIG, 40, **QUICK) as h:
         it, room = h.it, h.it.room()
@@ -106,10 +109,7 @@ def test_a_black_hole_beyond_the_fence(way: Way, side: str) -> None:
         target.expect(room, it.field, tokens=tokens(it.field), source=source.address)
         eventually(lambda: target.state(room) == "Waiting", "the grant is out")
         source.push(room, it.source, tokens=tokens(it.field), last=False)
-        if side == "prefill":
-            assert it.here.arrived(it.field, 10)
-        else:
-            eventually(lambda: source.state(room) == "Transferring", "bytes flow")
+        eventually(lambda: source.stats()["deliveries"] == 0 and target.arrived(it.field), "delivered")
         h.line.set(dead=True)
         failure = it.here.first(room)
         assert (failure["state"], failure["error"]) == ("Failed", "PeerLost"), it.here.last
@@ -127,13 +127,11 @@ def test_a_black_hole_beyond_the_fence(way: Way, side: str) -> None:
                 it.beside + 5,
                 tokens=tokens(it.beside),
                 source=h.far.address,
-                bootstrap_timeout=10,
             )
             (no,) = it.here.end(refused)
             it.give_up(refused)
-            # Unless its directory cannot be asked so soon after the hole.
-            assert (no["error"], no["released"]) in (("PeerLost", True), ("TransferTimeout", True))
-            assert no["error"] != "PeerLost" or "evict" in it.here.last["text"]
+            assert (no["error"], no["released"]) == ("PeerLost", True)
+            assert "evict" in it.here.last["text"]
             it.here.evict("far")
             assert endings(it.here.end(room)) == [("Released", True)]
         elif not failure["released"]:
@@ -182,7 +180,10 @@ def test_case_14_notice_ahead_of_data(way: Way) -> None:
             h.line.set(delay_ms=delay, spare_ports=ports)
             hand_off(h.far, it.here, range(20, 40), it.field)
             hand_off(it.here, h.far, EVEN, [1, 3, 5, 7, 9])
+        h.line.set()
         h.far.rest()
+        # UCX dials a peer that has just left once more over this line, and may keep those sockets.
+        it.cut_off = True
 
 
 def test_hosts_that_share_no_memory_take_ucx() -> None:
@@ -198,10 +199,11 @@ def test_hosts_that_share_no_memory_take_ucx() -> None:
         assert line.set()["bytes"] > len(EVEN) * 32768, "over the line"
         room = kx.new_room()
         here.expect(room, [11], tokens=16, source=alone.address)
-        alone.push(room, [0], tokens=16, bootstrap_timeout=1)
+        alone.push(room, [0], tokens=16)
         events = here.end(room)
         assert endings(events) in ENDINGS
         assert events[0]["error"] == "FabricError", here.last
         assert "alone" in here.last["text"]
-        assert alone.end(room)[0]["state"] == "Failed"
+        # It is told, and need not wait for its own timeout.
+        assert alone.end(room)[0]["error"] == "FabricError", alone.last
         here.rest()

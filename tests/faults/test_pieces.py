@@ -7,10 +7,9 @@ import time
 from typing import Any
 
 import numpy as np
-import pytest
 from scene import SUCCESS, endings, hand_off, scene
 from two import eventually
-from ways import BIG, SMALL, Remote, Way, tokens
+from ways import BIG, SMALL, Remote, Way, each_way, tokens
 
 import kvxfer as kx
 
@@ -18,7 +17,7 @@ WIDE = SMALL | {"kv_heads": 4}
 FOUR = [{"tp_rank": rank, "tp_size": 4} for rank in range(4)]
 
 
-@pytest.mark.parametrize("how", ["it fails", "it dies"])
+@each_way("how", ["it fails", "it dies"], posix=["it dies"])
 def test_case_13_one_of_four_pieces_fails(way: Way, how: str) -> None:
     """One failure, a release only after the other three have ended, never a success of three, and no long
     wait.
@@ -123,7 +122,7 @@ def test_case_14_success_is_told_with_the_last_byte(way: Way, big_other: Remote)
         big.rest()
 
 
-@pytest.mark.parametrize("early", ["grant", "push"])
+@each_way("early", ["grant", "push"], posix=["grant"])
 def test_case_14_what_comes_before_the_other_side_knows_the_room_is_kept(
     way: Way, other: Remote, early: str
 ) -> None:
@@ -223,4 +222,6 @@ def test_case_24_a_storm_of_agents(way: Way) -> None:
             want = np.asarray(reference[key])
             assert np.array_equal(row.view(np.uint16), want.view(np.uint16)), key
         stats = prefill.stats()
-        assert (stats["sessions"], stats["failed"], stats["bad_connections"]) == (count, 0, 0)
+        assert (stats["sessions"], stats["failed"]) == (count, 0)
+        # At most 128 of one address may shake hands at once; the rest are turned away, and come again.
+        assert stats["bad_connections"] == stats["limited_connections"]

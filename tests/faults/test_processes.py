@@ -11,7 +11,7 @@ import pytest
 from scene import endings, hand_off, scene
 from script import run
 from two import eventually
-from ways import SMALL, Local, Remote, Way, tokens
+from ways import SMALL, Local, Remote, Way, each_way, tokens
 
 import kvxfer as kx
 
@@ -110,7 +110,7 @@ peer.kill()
     assert run(way, in_scene(way, code)) == "good"
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@each_way("side", ["prefill", "decode"], posix=["prefill"])
 def test_an_agent_that_is_dropped_unclosed(way: Way, other: Remote, side: str) -> None:
     """With a room under way: it ends in half a second, its peer hears of it, and what it still writes harms
     nobody.
@@ -136,7 +136,7 @@ def test_an_agent_that_is_dropped_unclosed(way: Way, other: Remote, side: str) -
         hand_off(peer, it.here, even, it.field[:5])
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@each_way("side", ["prefill", "decode"], posix=["prefill"])
 def test_the_interpreter_ends_with_an_agent_in_use(way: Way, other: Remote, side: str) -> None:
     with scene(way, other) as it, Remote(way, SMALL, it.here.pages, name="peer", seed=1) as peer:
         room, pages = kx.new_room(), it.here.pages

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import socket
 
-import pytest
 from scene import SUCCESS, Scene, endings, hand_off, scene
 from two import eventually
-from ways import Remote, Way, tokens
+from ways import Remote, Way, each_way, tokens
 
 
 def start(way: Way, it: Scene, seed: int, listen: str = "127.0.0.1:0") -> Remote:
     return Remote(way, it.other.shape, it.here.pages, name="phoenix", seed=seed, listen=listen)
 
 
-@pytest.mark.parametrize("place", ["the same port", "another port"])
-@pytest.mark.parametrize("in_use", [False, True], ids=["idle", "granted"])
-def test_case_17_prefill_restarts(way: Way, other: Remote, place: str, in_use: bool) -> None:
+@each_way(
+    "place, use",
+    [(place, use) for place in ("the same port", "another port") for use in ("idle", "granted")],
+    posix=[("the same port", "granted")],
+)
+def test_case_17_prefill_restarts(way: Way, other: Remote, place: str, use: str) -> None:
     """The same name, host and, if so, port: rooms of the old one fail and release, what the new one pushes
     for them goes nowhere, and the next room works with no restart of the survivor.
     """
@@ -26,14 +28,14 @@ def test_case_17_prefill_restarts(way: Way, other: Remote, place: str, in_use: b
         even = [0, 2, 4, 6]
         hand_off(first, it.here, even, it.field[:4])
         stale = it.room()
-        if in_use:
+        if use == "granted":
             it.here.expect(stale, it.field, tokens=tokens(it.field), source=first.address)
             eventually(lambda: it.here.state(stale) == "Waiting", "the grant is out")
         first.kill()
         again = first.address if place == "the same port" else "127.0.0.1:0"
         second = stack.enter_context(start(way, it, 2, again))
         assert (second.address == first.address) == (place == "the same port")
-        if in_use:
+        if use == "granted":
             # The engine above restarted too, and knows the request.
             second.push(stale, it.source, tokens=tokens(it.field))
             events = it.is_over(stale, it.field)
@@ -49,21 +51,21 @@ def test_case_17_prefill_restarts(way: Way, other: Remote, place: str, in_use: b
         second.rest()
 
 
-@pytest.mark.parametrize("in_use", [False, True], ids=["idle", "pushed"])
-def test_case_17_decode_restarts(way: Way, other: Remote, in_use: bool) -> None:
+@each_way("use", ["idle", "pushed"], posix=["pushed"])
+def test_case_17_decode_restarts(way: Way, other: Remote, use: str) -> None:
     """The source's pages come back, and nothing of the old room is written into the new process's memory."""
     with scene(way, other) as it, contextlib.ExitStack() as stack:
         first = stack.enter_context(start(way, it, 1))
         hand_off(it.here, first, [0, 2, 4, 6], [1, 3, 5, 7])
         stale = it.room()
-        if in_use:
+        if use == "pushed":
             first.expect(stale, it.field, tokens=tokens(it.field), source=it.here.address)
             eventually(lambda: first.state(stale) == "Waiting", "the grant is out")
             it.here.push(stale, it.source, tokens=tokens(it.field), last=False, layers=(0, 1))
             eventually(lambda: it.here.state(stale) == "Transferring", "known")
         first.kill()
         second = stack.enter_context(start(way, it, 2, first.address))
-        if in_use:
+        if use == "pushed":
             # It asks for the same request again before anybody has told it that it failed.
             second.expect(stale, it.field, tokens=tokens(it.field), source=it.here.address)
             events = it.here.end(stale, way.death_s)

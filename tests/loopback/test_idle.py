@@ -73,3 +73,20 @@ def test_connected_pairs_use_less_than_a_hundredth_of_a_core() -> None:
         }
         assert set(used) == {*map(str, pids), *(f"kvx-{name}-{side}" for name in ways for side in "pd")}
         assert max(used.values()) < 0.01, used
+
+
+def test_an_idle_agent_closes_at_once() -> None:
+    """Also one that never spins: it waits neither for its next heartbeat nor for its peers' patience."""
+    layout, shard = kx.PageLayout(**LAYOUT), kx.Shard()
+    pool = kx.alloc(layout, shard, pages=8, fabric="shm")
+    slow: dict[str, Any] = {"fabric": "shm", "heartbeat": 30, "suspect_after": 90, "spin_us": 0}
+    with Rank(LAYOUT, pages=8, name="peer", alloc="shm", **slow) as peer:
+        agent = kx.Agent("it", layout, shard, memory=pool, **slow)
+        room = kx.new_room()
+        agent.expect(room, np.arange(4), tokens=16, source=peer.address)
+        peer.push(room, range(4), tokens=16)
+        assert agent.wait(room, timeout=20).state == "Success"
+        time.sleep(0.1)  # it sleeps by then
+        began = time.monotonic()
+        assert agent.close(timeout=20) == []
+        assert time.monotonic() - began < 5

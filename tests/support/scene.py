@@ -62,7 +62,7 @@ class Scene:
         self.field: Pages = rng.permutation(np.arange(field)) * 2 + 1
         self.source: Pages = rng.permutation(2 * field)[:field]
         self.first_beside = 2 * field + 2
-        # The network to a peer is gone for good: UCX keeps the sockets to it for as long as TCP hopes.
+        # The network to a peer is gone, or slow: UCX keeps the sockets to it for as long as TCP hopes.
         self.cut_off = False
         self.rooms: list[int] = []
         beside = np.arange(BESIDE)

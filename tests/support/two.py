@@ -11,17 +11,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from nursery import Child, Nursery
 from rank_child import digest, fill
 
 import kvxfer as kx
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 HERE = pathlib.Path(__file__).parent
 
 
 class Rank:
     """A rank in a child process; a context manager that never leaves it running."""
+
+    # Where children come from that start in no namespace of their own; without it each is a new interpreter.
+    nursery: ClassVar[Nursery | None] = None
 
     def __init__(
         self,
@@ -47,13 +54,17 @@ class Rank:
         self._said: list[dict[str, Any]] = []
         self.last: dict[str, Any] = {}
         self._reference: kx.Pool | None = None
-        self.child = subprocess.Popen(
-            [*prefix, sys.executable, str(HERE / "rank_child.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **(env or {})},
-        )
+        self.child: subprocess.Popen[str] | Child
+        if Rank.nursery and not prefix:
+            self.child = Rank.nursery.child(env or {})
+        else:
+            self.child = subprocess.Popen(
+                [*prefix, sys.executable, str(HERE / "rank_child.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **(env or {})},
+            )
         try:
             self._send(
                 {
@@ -79,8 +90,11 @@ class Rank:
 
     def _send(self, order: dict[str, Any]) -> None:
         assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps(order) + "\n")
-        self.child.stdin.flush()
+        try:
+            self.child.stdin.write(json.dumps(order) + "\n")
+            self.child.stdin.flush()
+        except BrokenPipeError:
+            raise AssertionError(f"the child process ended with {self.child.wait(10)}") from None
 
     def _read(self) -> dict[str, Any]:
         assert self.child.stdout is not None
@@ -175,7 +189,7 @@ class Rank:
         except BrokenPipeError:
             pass
 
-    def __enter__(self) -> Rank:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

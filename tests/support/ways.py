@@ -60,6 +60,21 @@ def params(*ways: Way) -> list[Any]:
     return [pytest.param(way, id=way.name, marks=marks[way]) for way in ways]
 
 
+def each_way(names: str, values: Sequence[Any], *, posix: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every value over shared memory and over UCX's TCP, and these over UCX's shared memory, whose way to the
+    peer's memory is another, but which shares all the rest with TCP.
+    """
+    given = []
+    for way in (SHM, TCP, POSIX):
+        marks = [pytest.mark.ucx] if way.fabric == "ucx" else []
+        for value in posix if way is POSIX else values:
+            words = value if isinstance(value, tuple) else (value,)
+            shown = "-".join(str(word) for word in words)
+            given.append(pytest.param(way, *words, marks=marks, id=f"{way.name}-{shown}"))
+    every = ["way", *(name.strip() for name in names.split(","))]
+    return pytest.mark.parametrize(every, given, indirect=["way"])
+
+
 class Remote(Rank):
     """A rank with guarded memory in a child process."""
 

@@ -171,6 +171,11 @@ impl Carriers {
             .flatten()
     }
 
+    /// Descriptors that must be free before another peer may come.
+    pub(crate) fn spare_descriptors(&self) -> u64 {
+        if self.ucx.is_some() { UcxFabric::LINK_DESCRIPTORS } else { 0 }
+    }
+
     /// Before sleeping: whether every fabric will wake us.
     pub(crate) fn arm(&mut self) -> bool {
         self.shm.as_mut().is_none_or(Fabric::arm) && self.ucx.as_mut().is_none_or(Fabric::arm)

@@ -74,6 +74,8 @@ pub(crate) struct Driver {
     /// The link generation that we described on a connection under way.
     handshakes: HashMap<ConnId, u64>,
     next_ticket: u64,
+    /// The session that was dialled last, of whatever peer.
+    dialled: SessionNo,
     retries: BTreeSet<(Time, Retry)>,
     attempts: HashMap<Retry, u32>,
     me: Me,
@@ -152,7 +154,7 @@ impl Driver {
         let listen = HostPort::parse(&config.listen, DEFAULT_PORT).map_err(StartError::BadArgument)?;
         let incarnation = Incarnation(random()?);
         // The port first: a port that is taken must not cost a registration.
-        let control = Control::new(
+        let mut control = Control::new(
             &listen,
             shared.orders.signal.as_fd(),
             incarnation,
@@ -164,6 +166,7 @@ impl Driver {
             },
         )?;
         let carriers = Carriers::new(config)?;
+        control.spare_descriptors = carriers.spare_descriptors();
         let memory = LocalMemory::new(&config.regions).map_err(|e| StartError::Fabric(e.to_string()))?;
         for (i, fd) in (0u64..).zip(carriers.fds()) {
             control.watch(fd, TOKEN_FABRIC + i)?;
@@ -194,6 +197,7 @@ impl Driver {
             watches: HashMap::new(),
             handshakes: HashMap::new(),
             next_ticket: 0,
+            dialled: SessionNo(0),
             retries: BTreeSet::new(),
             attempts: HashMap::new(),
             me: Me {
@@ -470,11 +474,11 @@ impl Driver {
         if !self.shared.orders.is_closed() {
             return false;
         }
-        let Some(deadline) = self.closing else {
-            self.closing = Some(now.after(self.shared.stats.close_timeout()));
+        let deadline = self.closing.unwrap_or_else(|| {
             self.node.handle_close(now);
-            return false;
-        };
+            now.after(self.shared.stats.close_timeout())
+        });
+        self.closing = Some(deadline);
         if !(self.node.is_quiet() && self.sched.len() == 0) && now < deadline {
             return false;
         }

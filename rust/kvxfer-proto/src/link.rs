@@ -118,6 +118,13 @@ impl Link {
         }
     }
 
+    /// Whether [`Link::poll`] would give a message of this kind.
+    #[must_use]
+    pub fn next_is(&self, kind: impl Fn(&Msg) -> bool) -> bool {
+        let next = self.handed.checked_sub(self.acked).and_then(|i| usize::try_from(i).ok());
+        next.and_then(|i| self.outbox.get(i)).is_some_and(|msg| msg.as_ref().is_some_and(kind))
+    }
+
     /// The next message for the present session.
     pub fn poll(&mut self) -> Option<(u64, Msg)> {
         if self.handed == self.enqueued {

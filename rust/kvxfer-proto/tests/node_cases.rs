@@ -4,8 +4,8 @@ mod sim;
 
 use kvxfer_proto::ReasonKind;
 use kvxfer_proto::msg::{Cancel, Drained, Msg};
-use kvxfer_proto::node::{Config, Direction, Mover};
-use kvxfer_proto::{Reason, Seq};
+use kvxfer_proto::node::{Config, Direction, Mover, PeerKey};
+use kvxfer_proto::{Reason, Seq, SessionNo};
 use sim::rooms::{
     BOTH, SECOND, assert_arrived, assert_contract, early_push, expect, failure, fill, net, push, room, why,
 };
@@ -154,14 +154,44 @@ fn a_peer_that_was_given_up_hears_later_which_rooms_failed() {
     assert_eq!((s.endings(99), s.endings(2), s.endings(3)), ((1, 0), (1, 1), (1, 1)));
     s.up(10, Direction::WeGrant, None, (0, 1));
     assert_eq!(s.endings(99), (1, 1), "its answer");
-    let mut told: Vec<u64> = s
-        .sent
-        .iter()
-        .filter_map(|(to, _, msg)| match msg {
-            Msg::RoomFailed(m) if *to == a => Some(m.room.get()),
-            _ => None,
-        })
-        .collect();
-    told.sort_unstable();
-    assert_eq!(told, [2, 3, 99]);
+    assert_eq!(told(&s, a), [2, 3, 99], "before the fabric reaches it again");
+}
+
+/// A source that no fabric reaches, or not yet, hears of every room that fails here: it need not wait for its own timeouts.
+#[test]
+fn a_source_that_is_not_attached_hears_which_rooms_failed() {
+    let mut s = Solo::decode(&[10]);
+    let a = s.up(10, Direction::WeGrant, None, (0, 0));
+    s.order(|n, now| n.handle_unattachable(now, a, &why(ReasonKind::FabricError)));
+    assert_eq!((s.endings(99), told(&s, a)), ((1, 1), vec![99]));
+    assert!(s.fences.is_empty() && s.granted_to(a).is_empty(), "it has nothing to give back");
+    // It missed that, and the session it is told in anew is one in which it attaches.
+    s.order(|n, now| n.handle_session_down(now, a, SessionNo(1)));
+    assert!(s.node.wants_session(a));
+    s.up(10, Direction::WeGrant, None, (0, 0));
+    assert_eq!(told(&s, a), [99, 99]);
+    // Cancelled before its turn. Behind a grant that must wait, so does the word of another room's end.
+    s.order(|n, now| n.handle_expect(now, expect(2, &[1], (0, 4))));
+    s.order(|n, now| n.handle_cancel(now, room(2), why(ReasonKind::Cancelled)));
+    assert_eq!((s.endings(2), told(&s, a)), ((1, 1), vec![2, 99, 99]));
+    s.order(|n, now| n.handle_expect(now, expect(3, &[1], (0, 4))));
+    s.order(|n, now| n.handle_expect(now, expect(4, &[2], (0, 4))));
+    s.order(|n, now| n.handle_cancel(now, room(4), why(ReasonKind::Cancelled)));
+    assert_eq!((s.granted_to(a), told(&s, a)), (vec![], vec![2, 99, 99]));
+    s.order(|n, now| n.handle_attached(now, a, Mover::Sender));
+    assert_eq!((s.granted_to(a), told(&s, a)), (vec![3], vec![2, 4, 99, 99]));
+    // What had reached it once may hold pages: only a fence ends that.
+    s.order(|n, now| n.handle_unattachable(now, a, &why(ReasonKind::FabricError)));
+    assert_eq!((s.endings(3), s.fences.as_slice()), ((1, 0), [a].as_slice()));
+}
+
+/// The rooms of which this peer was told that they failed before they were granted.
+fn told(s: &Solo, peer: PeerKey) -> Vec<u64> {
+    let rooms = s.sent.iter().filter(|(to, ..)| *to == peer).filter_map(|(_, _, msg)| match msg {
+        Msg::RoomFailed(m) => Some(m.room.get()),
+        _ => None,
+    });
+    let mut rooms: Vec<u64> = rooms.collect();
+    rooms.sort_unstable();
+    rooms
 }

@@ -12,17 +12,14 @@ pub(crate) struct Unreleased {
     room: u64,
     /// Its pages, one list a group.
     pages: Vec<Vec<u32>>,
-    /// Incarnations of the peers that have not answered, in hex.
+    /// The peers that have not answered, as `Agent.evict` takes them: names, or incarnations in hex of those
+    /// that never said one.
     peers: Vec<String>,
 }
 
 impl From<node::Unreleased> for Unreleased {
     fn from(u: node::Unreleased) -> Self {
-        Self {
-            room: u.room.get(),
-            pages: u.pages.iter().map(|list| list.to_vec()).collect(),
-            peers: u.peers.iter().map(|peer| peer.incarnation.to_string()).collect(),
-        }
+        Self { room: u.room.get(), pages: u.pages.iter().map(|list| list.to_vec()).collect(), peers: u.names }
     }
 }
 

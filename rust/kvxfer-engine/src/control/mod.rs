@@ -19,9 +19,9 @@ use kvxfer_proto::{Incarnation, Reason, ReasonKind, SessionNo, Time};
 use limits::{Origin, Usage};
 use names::Names;
 use rustix::event::epoll;
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::collections::HashMap;
-use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
 /// Tokens of the descriptors that are not connections.
@@ -69,6 +69,8 @@ pub(crate) struct Control {
     epoll: OwnedFd,
     /// Given up to turn connections away when no other descriptor is left.
     spare: Option<OwnedFd>,
+    /// With fewer free than this, connections are turned away.
+    pub(crate) spare_descriptors: u64,
     listener: TcpListener,
     address: SocketAddr,
     conns: HashMap<ConnId, Conn>,
@@ -149,6 +151,7 @@ impl Control {
         let this = Self {
             epoll,
             spare,
+            spare_descriptors: 0,
             listener,
             address,
             conns: HashMap::new(),
@@ -329,6 +332,13 @@ impl Control {
                 }
             };
             any = true;
+            if self.is_short_of_descriptors(&stream) {
+                // A peer that is taken in here goes on to connect to UCX, which gives up its listener for good, or the
+                // process, when it is refused a descriptor.
+                self.bad_connections += 1;
+                self.limited_connections += 1;
+                continue;
+            }
             let origin = Origin::of(from.ip());
             if self.conns.len() >= self.limits.connections
                 || self.usage.of_origin(origin) >= self.limits.connections_per_address
@@ -405,6 +415,14 @@ impl Control {
             drop(stream);
         }
         self.spare = rustix::io::fcntl_dupfd_cloexec(&self.epoll, 0).ok();
+    }
+
+    /// Whether fewer descriptors than the data path of another peer may need are free. The system gives the lowest free
+    /// number, so at most those between this one and the limit are.
+    fn is_short_of_descriptors(&self, newest: &TcpStream) -> bool {
+        let number = u64::try_from(newest.as_raw_fd()).unwrap_or(0);
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+        limit.is_some_and(|limit| number.saturating_add(self.spare_descriptors) >= limit)
     }
 
     fn handshake_config(&self) -> Option<handshake::Config> {

@@ -101,7 +101,10 @@ impl Driver {
         io.quick = if now.since_us(io.dialled_at) < 1_000_000 { (io.quick + 1).min(8) } else { 0 };
         io.dialled_at = now;
         io.not_before = now.after(Duration::from_millis((1u64 << io.quick).min(1000)));
-        let session = self.node.next_session(key);
+        // Never a number twice: the peer remembers one whose session was not taken here, and goes on remembering it when
+        // this side has forgotten the peer.
+        let session = SessionNo(self.dialled.0.saturating_add(1)).max(self.node.next_session(key));
+        self.dialled = session;
         io.dialling = Some(self.control.dial(now, &address, ConnKind::Transfer(key), session));
     }
 
@@ -253,7 +256,7 @@ impl Driver {
             if io.choices.is_empty() {
                 let name = io.describe.as_ref().map_or("?", |d| d.name.as_str());
                 let text = format!("peer {name} cannot be reached: {why}");
-                self.node.handle_fabric_broken(now, key, &Reason::new(ReasonKind::FabricError, text));
+                self.unattachable(now, key, Reason::new(ReasonKind::FabricError, text));
                 return;
             }
             let which = io.choices.remove(0);
@@ -261,6 +264,16 @@ impl Driver {
                 Ok(()) => return,
                 Err(e) => why = e.to_string(),
             }
+        }
+    }
+
+    /// No fabric is left to try. The peer is told which rooms failed of it before the session ends: the next room tries
+    /// again in a new one.
+    fn unattachable(&mut self, now: Time, key: PeerKey, reason: Reason) {
+        self.node.handle_unattachable(now, key, &reason);
+        self.carry_out(now);
+        if let Some((conn, _)) = self.peers.get(&key).and_then(|io| io.conn) {
+            self.control.close(conn, reason);
         }
     }
 
@@ -375,7 +388,7 @@ impl Driver {
                         let name = io.describe.as_ref().map_or("?", |d| d.name.as_str());
                         let text =
                             format!("peer {name} cannot be reached over {}: {error}", carriers::name(which));
-                        self.node.handle_fabric_broken(now, key, &Reason::new(ReasonKind::FabricError, text));
+                        self.unattachable(now, key, Reason::new(ReasonKind::FabricError, text));
                     } else {
                         self.attach(now, key);
                     }

@@ -4,7 +4,7 @@ use super::blob::{self, Blob};
 use super::fence;
 use super::note::{self, Body, Note};
 use super::safe;
-use super::worker::{Closing, Endpoint, ErrorCell, Request, Rkey};
+use super::worker::{Closing, Endpoint, ErrorCell, Request, Rkey, need_descriptors};
 use super::{Registered, UcxFabric};
 use crate::{Completion, EndRole, EpId, FabricError};
 use kvxfer_ucx_sys::bindings::UCS_OK;
@@ -217,6 +217,9 @@ pub(super) struct FenceJob {
 }
 
 impl UcxFabric {
+    /// More descriptors than a link with one peer takes, in both directions and over the transports that kvxfer chooses.
+    pub const LINK_DESCRIPTORS: u64 = 16;
+
     pub(super) fn open_link(
         &mut self,
         ep: EpId,
@@ -224,6 +227,7 @@ impl UcxFabric {
         blob: &Blob,
         remote_lens: &[u64],
     ) -> Result<(), FabricError> {
+        need_descriptors("ucp_ep_create", Self::LINK_DESCRIPTORS)?;
         let address = blob::padded(&blob.address);
         if role == EndRole::Active && self.behind.remove(&blob.fabric) {
             // The last connection failed, most likely paired with one that the peer has given up: catch up by one.

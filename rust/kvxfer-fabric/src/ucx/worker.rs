@@ -35,19 +35,18 @@ pub(super) struct Worker {
 }
 
 /// More than a worker opens with the transports that kvxfer chooses.
-const WORKER_DESCRIPTORS: usize = 32;
+const WORKER_DESCRIPTORS: u64 = 32;
 
-/// UCX ends the *process* if it is refused a descriptor at the wrong moment of a worker's making, so they are counted first.
-fn need_descriptors() -> Result<(), FabricError> {
+/// UCX ends the *process* if it is refused a descriptor at the wrong moment of a worker's making, and its TCP listens no
+/// more once it could not accept a connection: so they are counted first.
+pub(super) fn need_descriptors(call: &'static str, count: u64) -> Result<(), FabricError> {
     let few = |e: rustix::io::Errno| FabricError::Os {
-        call: "ucp_worker_create",
-        why: format!(
-            "fewer than {WORKER_DESCRIPTORS} descriptors are free ({e}): raise the limit (ulimit -n)"
-        ),
+        call,
+        why: format!("fewer than {count} descriptors are free ({e}): raise the limit (ulimit -n)"),
     };
     let first = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).map_err(few)?;
-    let mut held = Vec::with_capacity(WORKER_DESCRIPTORS);
-    for _ in 0..WORKER_DESCRIPTORS {
+    let mut held = Vec::new();
+    for _ in 1..count {
         held.push(rustix::io::fcntl_dupfd_cloexec(&first, 0).map_err(few)?);
     }
     Ok(())
@@ -56,7 +55,7 @@ fn need_descriptors() -> Result<(), FabricError> {
 impl Worker {
     pub(super) fn new(context: &Arc<Context>, note_id: u16) -> Result<Rc<Self>, FabricError> {
         let (lib, api) = (context.lib, context.lib.api());
-        need_descriptors()?;
+        need_descriptors("ucp_worker_create", WORKER_DESCRIPTORS)?;
         // SAFETY: numbers and null pointers.
         let mut params: sys::ucp_worker_params_t = unsafe { zeroed() };
         params.field_mask = u64::from(sys::UCP_WORKER_PARAM_FIELD_THREAD_MODE);

@@ -300,15 +300,14 @@ impl Node {
     /// Rooms that have ended and whose pages are not free yet.
     #[must_use]
     pub fn unreleased(&self) -> Vec<Unreleased> {
-        let mut out: Vec<Unreleased> = self
-            .inbound
-            .iter()
-            .map(|(room, r)| Unreleased { room: *room, pages: r.pages.clone(), peers: r.holders() })
-            .collect();
-        out.extend(self.outbound.iter().filter(|(_, r)| r.local && !r.released).map(|(room, r)| {
-            Unreleased { room: *room, pages: r.pages(), peers: r.dests.keys().copied().collect() }
-        }));
-        out
+        let left = |room: &Room, pages, peers: Vec<PeerKey>| {
+            let names = peers.iter().map(|key| self.peer_name(*key)).collect();
+            Unreleased { room: *room, pages, peers, names }
+        };
+        let inbound = self.inbound.iter().map(|(room, r)| left(room, r.pages.clone(), r.holders()));
+        let outbound = self.outbound.iter().filter(|(_, r)| r.local && !r.released);
+        let outbound = outbound.map(|(room, r)| left(room, r.pages(), r.dests.keys().copied().collect()));
+        inbound.chain(outbound).collect()
     }
 
     /// What was counted since the start.

@@ -140,12 +140,12 @@ impl Node {
     pub(super) fn flush_peer(&mut self, key: PeerKey) {
         let Some(peer) = self.peers.get_mut(&key) else { return };
         let Some(session) = peer.session else { return };
-        // A peer that has not attached in answer to us gets no grant: one that it reads later, out of a session that is
-        // over, would make it open its endpoint and write after our fence.
-        if key.direction == Direction::TheyGrant || peer.attached.is_some() {
-            while let Some((number, msg)) = peer.link.poll() {
-                self.actions.push_back(Action::Send { peer: key, session, number, msg });
-            }
+        // A peer that has not attached in answer to us gets no pages: a grant that it reads later, out of a session that is
+        // over, would make it open its endpoint and write after our fence. Which rooms have failed it may know.
+        let all = key.direction == Direction::TheyGrant || peer.attached.is_some();
+        while all || !peer.link.next_is(|msg| matches!(msg, Msg::Grant(g) if g.owed.is_some())) {
+            let Some((number, msg)) = peer.link.poll() else { break };
+            self.actions.push_back(Action::Send { peer: key, session, number, msg });
         }
         if let Some(n) = peer.link.poll_ack(false) {
             self.actions.push_back(Action::Send { peer: key, session, number: 0, msg: Msg::Ack(n) });
@@ -328,6 +328,21 @@ impl Node {
 
     /// The fabric endpoint of this peer broke.
     pub fn handle_fabric_broken(&mut self, now: Time, key: PeerKey, reason: &Reason) {
+        self.lose_peer(now, key, reason);
+    }
+
+    /// No fabric reaches this peer. Its rooms fail, and it hears of that; nothing was granted to it that a fence would
+    /// have to end, unless a fabric did reach it before.
+    pub fn handle_unattachable(&mut self, now: Time, key: PeerKey, reason: &Reason) {
+        if self.peers.get(&key).is_some_and(|p| p.attached.is_none() && p.fence == Fence::Open) {
+            let rooms = self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room);
+            for room in rooms.collect::<Vec<_>>() {
+                self.fail_inbound(now, room, reason.clone());
+            }
+            if !self.inbound.values().any(|r| r.depends_on(key)) {
+                return;
+            }
+        }
         self.lose_peer(now, key, reason);
     }
 
@@ -520,6 +535,7 @@ impl Node {
     }
 
     pub(super) fn peer_name(&self, key: PeerKey) -> String {
-        self.peers.get(&key).map_or_else(|| key.incarnation.to_string(), |p| p.name.clone())
+        let known = self.peers.get(&key).map(|p| &p.name).filter(|name| !name.is_empty());
+        known.map_or_else(|| key.incarnation.to_string(), String::clone)
     }
 }

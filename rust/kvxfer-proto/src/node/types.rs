@@ -452,6 +452,8 @@ pub struct Unreleased {
     pub pages: Vec<Arc<[u32]>>,
     /// The peers that have not answered.
     pub peers: Vec<PeerKey>,
+    /// Their names, or incarnations of those that never said one.
+    pub names: Vec<String>,
 }
 
 /// When the timers of a room run out.
