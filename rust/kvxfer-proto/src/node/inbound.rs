@@ -57,6 +57,17 @@ impl InGrant {
         !self.copies.is_empty() || !self.stopping.is_empty()
     }
 
+    /// Whether nothing writes into the room's pages for this rank any more: neither the rank nor a copy of ours.
+    fn is_settled(&self) -> bool {
+        self.owed.is_none() || (self.over && !self.is_copying())
+    }
+
+    /// Whether the rank has said that nothing more comes: what it offers after that would be copied into a room that
+    /// may be over.
+    fn has_said_last(&self) -> bool {
+        self.complete || self.checks.iter().any(|d| d.last)
+    }
+
     /// Pieces that are delivered, summed or not.
     fn boxes(&self) -> usize {
         self.coverage.boxes() + self.checks.len()
@@ -78,12 +89,12 @@ pub(super) struct Inbound {
 
 impl Inbound {
     pub(super) fn depends_on(&self, key: PeerKey) -> bool {
-        self.grants.get(&key).is_some_and(|g| g.owed.is_some() && !g.over)
+        self.grants.get(&key).is_some_and(|g| !g.is_settled())
     }
 
     /// Peers whose answer is missing.
     pub(super) fn holders(&self) -> Vec<PeerKey> {
-        self.grants.iter().filter(|(_, g)| g.owed.is_some() && !g.over).map(|(k, _)| *k).collect()
+        self.grants.iter().filter(|(_, g)| !g.is_settled()).map(|(k, _)| *k).collect()
     }
 
     fn page_count(&self) -> u64 {
@@ -91,11 +102,12 @@ impl Inbound {
     }
 
     fn is_over(&self) -> bool {
-        self.grants.values().all(|g| g.owed.is_none() || g.over)
+        self.grants.values().all(InGrant::is_settled)
     }
 
     fn is_complete(&self) -> bool {
-        !self.grants.is_empty() && self.grants.values().all(|g| g.owed.is_none() || g.complete)
+        !self.grants.is_empty()
+            && self.grants.values().all(|g| g.owed.is_none() || (g.complete && !g.is_copying()))
     }
 }
 
@@ -306,6 +318,11 @@ impl Node {
             self.fail_inbound(now, m.room, Reason::new(ReasonKind::ProtocolError, text));
             return Ok(());
         }
+        if grant.has_said_last() {
+            let text = format!("room {}: push {} is offered after the last piece was done", m.room, m.push.0);
+            self.fail_inbound(now, m.room, Reason::new(ReasonKind::ProtocolError, text));
+            return Ok(());
+        }
         if grant.boxes() + grant.copied.len() + grant.deferred.len() >= BOX_LIMIT {
             let reason = too_many(m.room);
             self.fail_inbound(now, m.room, reason);
@@ -427,7 +444,12 @@ impl Node {
             self.fail_inbound(now, room, Reason::new(ReasonKind::ProtocolError, text));
             return;
         }
-        if m.last && g.is_copying() {
+        if g.has_said_last() && super::area(&m.span) > 0 {
+            let text = format!("room {room}: push {} is said to be done after the last piece was", m.push.0);
+            self.fail_inbound(now, room, Reason::new(ReasonKind::ProtocolError, text));
+            return;
+        }
+        if m.last && (g.is_copying() || !g.deferred.is_empty()) {
             let text = format!(
                 "room {room}: push {} is said to be the last one, but others are still being copied",
                 m.push.0

@@ -98,8 +98,8 @@ impl Node {
             self.counters.stale_refused += 1;
             return;
         }
-        // A copy of ours may still run; it is over when that has stopped.
-        g.over = !g.is_copying();
+        // A copy of ours may still run; the room is not over before that has stopped.
+        g.over = true;
         if r.failure.is_none() {
             self.fail_inbound(now, m.room, m.reason);
         } else {
@@ -125,6 +125,10 @@ impl Node {
             let unheard = peer.is_some_and(|p| p.link.withdraw(g.number));
             self.actions.extend(g.copies.values().map(|id| Action::Abort(*id)));
             self.actions.extend(g.drop_checks().map(Action::Abort));
+            if too_early {
+                g.copies.clear();
+                g.stopping.clear();
+            }
             if g.owed.is_some() && (too_early || unheard || (receiver_copies && !g.is_copying())) {
                 // Either no session ever carried the grant, or only our own thread writes, and it has stopped.
                 g.over = true;
@@ -210,6 +214,10 @@ impl Node {
                 g.over = true;
             }
             self.fail_inbound(now, room, Reason::new(ReasonKind::PeerLost, "the connection ended"));
+            if let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key)) {
+                g.copies.clear();
+                g.stopping.clear();
+            }
             self.maybe_release_inbound(room);
         }
     }
