@@ -15,11 +15,11 @@ fn first_of_two_is_done() -> (Solo, PeerKey, PeerKey) {
     let mut s = Solo::decode(&[10, 11]);
     let a = s.source_up(10, Mover::Receiver);
     let b = s.source_up(11, Mover::Receiver);
-    s.recv(a, ready(99, 1, 1, &[1])).unwrap();
-    s.recv(b, ready(99, 1, 1, &[1])).unwrap();
+    assert_eq!(s.recv(a, ready(99, 1, 1, &[1])), Ok(()));
+    assert_eq!(s.recv(b, ready(99, 1, 1, &[1])), Ok(()));
     s.end(0, COPIED);
     s.end(1, COPIED);
-    s.recv(a, done(99, 1, 1, (0, 4), true)).unwrap();
+    assert_eq!(s.recv(a, done(99, 1, 1, (0, 4), true)), Ok(()));
     assert_eq!((s.delivers.len(), s.endings(99)), (2, (0, 0)));
     (s, a, b)
 }
