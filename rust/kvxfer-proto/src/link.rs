@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 pub const OUTBOX_LIMIT: usize = 1 << 20;
 
 /// How far a peer's generation may be ahead of ours; each fence is one, so no honest peer comes near.
-const GENERATIONS_AHEAD: u64 = 1 << 32;
+pub(crate) const GENERATIONS_AHEAD: u64 = 1 << 32;
 
 /// Received messages after which an acknowledgement is due at once.
 const ACK_EVERY: u64 = 16;
@@ -76,6 +76,12 @@ impl Link {
         self.outbox.iter().all(Option::is_none)
     }
 
+    /// Whether anything was ever said on this link, either way.
+    #[must_use]
+    pub fn was_used(&self) -> bool {
+        self.ever_handed > 0 || self.received > 0
+    }
+
     /// How many messages wait to be sent or acknowledged.
     #[must_use]
     pub fn unacknowledged(&self) -> usize {
@@ -112,10 +118,13 @@ impl Link {
         let Some(index) = number.checked_sub(self.acked + 1).and_then(|i| usize::try_from(i).ok()) else {
             return false;
         };
-        match self.outbox.get_mut(index) {
-            Some(slot) => slot.take().is_some(),
-            None => false,
+        let withdrawn = self.outbox.get_mut(index).is_some_and(|slot| slot.take().is_some());
+        // At the tail it leaves no hole: numbers that nobody has seen are used again.
+        while self.enqueued > self.ever_handed && self.outbox.back().is_some_and(Option::is_none) {
+            self.outbox.pop_back();
+            self.enqueued -= 1;
         }
+        withdrawn
     }
 
     /// Whether [`Link::poll`] would give a message of this kind.
@@ -127,12 +136,21 @@ impl Link {
 
     /// The next message for the present session.
     pub fn poll(&mut self) -> Option<(u64, Msg)> {
+        self.poll_if(|_| true)
+    }
+
+    /// The next message for the present session (`None`: a withdrawn one), if it may go.
+    pub fn poll_if(&mut self, may_go: impl FnOnce(Option<&Msg>) -> bool) -> Option<(u64, Msg)> {
         if self.handed == self.enqueued {
             return None;
         }
         let index = usize::try_from(self.handed.checked_sub(self.acked)?).ok()?;
         // A withdrawn message leaves a hole; an empty message takes its place, so that numbers have no gaps.
-        let msg = self.outbox.get(index)?.clone().unwrap_or(Msg::Ack(self.received));
+        let next = self.outbox.get(index)?.as_ref();
+        if !may_go(next) {
+            return None;
+        }
+        let msg = next.cloned().unwrap_or(Msg::Ack(self.received));
         self.handed += 1;
         self.ever_handed = self.ever_handed.max(self.handed);
         Some((self.handed, msg))
@@ -156,7 +174,7 @@ impl Link {
             ));
         }
         if peer_generation > self.generation {
-            if self.ever_handed > 0 || self.received > 0 {
+            if self.was_used() {
                 return Ok(Resume::PeerStartedAfresh);
             }
             // Nothing was ever said on this link: there is nothing to void.
@@ -255,6 +273,20 @@ mod tests {
         assert_eq!(link.poll(), Some((1, Msg::Ack(0))));
         assert_eq!(link.poll(), Some((2, Msg::Ping(2))));
         assert!(!link.withdraw(b), "a message that a session carried may have arrived");
+    }
+
+    #[test]
+    fn messages_withdrawn_at_the_tail_leave_nothing() {
+        let mut link = Link::default();
+        let numbers: Vec<u64> = (0..4).map(|n| link.enqueue(Msg::Ping(n)).unwrap()).collect();
+        link.poll();
+        assert!(link.withdraw(numbers[2]));
+        assert_eq!(link.unacknowledged(), 4, "a message follows it");
+        assert!(link.withdraw(numbers[3]));
+        assert!(!link.withdraw(numbers[0]));
+        assert_eq!(link.unacknowledged(), 2);
+        assert_eq!(link.enqueue(Msg::Ping(9)).unwrap(), 3, "no number is left out");
+        assert_eq!((link.poll(), link.poll()), (Some((2, Msg::Ping(1))), Some((3, Msg::Ping(9)))));
     }
 
     #[test]

@@ -57,6 +57,17 @@ impl InGrant {
         !self.copies.is_empty() || !self.stopping.is_empty()
     }
 
+    /// Whether nothing writes into the room's pages for this rank any more: neither the rank nor a copy of ours.
+    fn is_settled(&self) -> bool {
+        self.owed.is_none() || (self.over && !self.is_copying())
+    }
+
+    /// Whether the rank has said that nothing more comes: what it offers after that would be copied into a room that
+    /// may be over.
+    fn has_said_last(&self) -> bool {
+        self.complete || self.checks.iter().any(|d| d.last)
+    }
+
     /// Pieces that are delivered, summed or not.
     fn boxes(&self) -> usize {
         self.coverage.boxes() + self.checks.len()
@@ -78,12 +89,23 @@ pub(super) struct Inbound {
 
 impl Inbound {
     pub(super) fn depends_on(&self, key: PeerKey) -> bool {
-        self.grants.get(&key).is_some_and(|g| g.owed.is_some() && !g.over)
+        self.grants.get(&key).is_some_and(|g| !g.is_settled())
+    }
+
+    /// Whether the room goes on and this peer has a part in it, if only to hear of it.
+    pub(super) fn goes_on_with(&self, key: PeerKey) -> bool {
+        self.failure.is_none() && self.grants.contains_key(&key)
     }
 
     /// Peers whose answer is missing.
     pub(super) fn holders(&self) -> Vec<PeerKey> {
-        self.grants.iter().filter(|(_, g)| g.owed.is_some() && !g.over).map(|(k, _)| *k).collect()
+        self.grants.iter().filter(|(_, g)| !g.is_settled()).map(|(k, _)| *k).collect()
+    }
+
+    /// How long its ranks may wait with the room, in all.
+    fn deadline_us(&self) -> u64 {
+        let patience = &self.progress.patience;
+        u64::try_from((patience.bootstrap + patience.waiting).as_micros()).unwrap_or(u64::MAX)
     }
 
     fn page_count(&self) -> u64 {
@@ -91,11 +113,12 @@ impl Inbound {
     }
 
     fn is_over(&self) -> bool {
-        self.grants.values().all(|g| g.owed.is_none() || g.over)
+        self.grants.values().all(InGrant::is_settled)
     }
 
     fn is_complete(&self) -> bool {
-        !self.grants.is_empty() && self.grants.values().all(|g| g.owed.is_none() || g.complete)
+        !self.grants.is_empty()
+            && self.grants.values().all(|g| g.owed.is_none() || (g.complete && !g.is_copying()))
     }
 }
 
@@ -179,14 +202,12 @@ impl Node {
         let own_ranks = self.side.shard.tp_size.saturating_mul(self.side.shard.pp_size);
         let Some(r) = self.inbound.get(&room) else { return };
         let (tokens, pages, verify) = (r.tokens, r.pages.clone(), r.verify);
-        let deadline_us =
-            u64::try_from((r.progress.patience.bootstrap + r.progress.patience.waiting).as_micros())
-                .unwrap_or(u64::MAX);
+        let deadline_us = r.deadline_us();
         let mut grants = BTreeMap::new();
         for (rank, source_rank) in ranks.iter().enumerate() {
             let key = source_rank.key;
             let owed = source_rank.owes.map(|layers| Owed { layers, tokens });
-            let seq = self.peer_mut(key).next_seq();
+            let seq = self.peer_mut(now, key).next_seq();
             let grant = Grant {
                 room,
                 seq,
@@ -272,15 +293,29 @@ impl Node {
     }
 
     /// The grant that a message names, if it still stands.
-    fn live_grant(&mut self, room: Room, key: PeerKey, seq: Seq) -> Option<(&mut InGrant, bool)> {
+    ///
+    /// # Errors
+    /// When no session has carried it: the peer cannot know it.
+    fn live_grant(
+        &mut self,
+        room: Room,
+        key: PeerKey,
+        seq: Seq,
+    ) -> Result<Option<(&mut InGrant, bool)>, Reason> {
         match self.inbound.get_mut(&room) {
             Some(r) if r.grants.get(&key).is_some_and(|g| g.seq == seq && g.owed.is_some()) => {
                 let failed = r.failure.is_some();
-                r.grants.get_mut(&key).map(|g| (g, failed))
+                let g = r.grants.get_mut(&key);
+                let link = self.peers.get(&key).map(|p| &p.link);
+                if g.as_ref().zip(link).is_some_and(|(g, link)| link.is_unheard(g.number)) {
+                    let text = format!("room {room}: grant {} is answered before it was sent", seq.0);
+                    return Err(Reason::new(ReasonKind::ProtocolError, text));
+                }
+                Ok(g.map(|g| (g, failed)))
             }
             _ => {
                 self.counters.stale_refused += 1;
-                None
+                Ok(None)
             }
         }
     }
@@ -294,7 +329,14 @@ impl Node {
                 "Ready on a fabric on which the sender writes",
             ));
         }
-        let Some((grant, failed)) = self.live_grant(m.room, key, m.seq) else { return Ok(()) };
+        let sizes = self.side.groups.iter().map(|g| u64::from(g.page_tokens));
+        let bad_lists = m.pages.len() != self.side.groups.len()
+            || sizes.zip(&m.pages).any(|(size, list)| {
+                // One more than the piece needs may be there, for a page that is not full.
+                list.len() as u64
+                    > super::pages_needed(size, m.pages_start, m.span.tokens.1).saturating_add(1)
+            });
+        let Some((grant, failed)) = self.live_grant(m.room, key, m.seq)? else { return Ok(()) };
         if failed || grant.copies.contains_key(&m.push) {
             return Ok(());
         }
@@ -303,6 +345,22 @@ impl Node {
         if !inside {
             let text =
                 format!("room {}: push {} offers {:?}, which was not granted", m.room, m.push.0, m.span);
+            self.fail_inbound(now, m.room, Reason::new(ReasonKind::ProtocolError, text));
+            return Ok(());
+        }
+        if bad_lists {
+            let text = format!(
+                "room {}: push {} offers {:?} with {} page lists, or more pages than that has",
+                m.room,
+                m.push.0,
+                m.span,
+                m.pages.len()
+            );
+            self.fail_inbound(now, m.room, Reason::new(ReasonKind::ProtocolError, text));
+            return Ok(());
+        }
+        if grant.has_said_last() {
+            let text = format!("room {}: push {} is offered after the last piece was done", m.room, m.push.0);
             self.fail_inbound(now, m.room, Reason::new(ReasonKind::ProtocolError, text));
             return Ok(());
         }
@@ -390,10 +448,10 @@ impl Node {
         }
     }
 
-    pub(super) fn retract_arrived(&mut self, now: Time, key: PeerKey, m: &Retract) {
-        let Some((g, failed)) = self.live_grant(m.room, key, m.seq) else { return };
+    pub(super) fn retract_arrived(&mut self, now: Time, key: PeerKey, m: &Retract) -> Result<(), Reason> {
+        let Some((g, failed)) = self.live_grant(m.room, key, m.seq)? else { return Ok(()) };
         if failed {
-            return;
+            return Ok(());
         }
         let copy = g.copies.remove(&m.push);
         g.stopping.extend(copy);
@@ -408,14 +466,20 @@ impl Node {
             self.actions.push_back(Action::Abort(id));
         }
         self.drop_check(now, m.room, key, m.push);
+        Ok(())
     }
 
-    pub(super) fn done_arrived(&mut self, now: Time, key: PeerKey, m: Done) {
+    pub(super) fn done_arrived(&mut self, now: Time, key: PeerKey, m: Done) -> Result<(), Reason> {
         let room = m.room;
         let mover = self.peers.get(&key).and_then(|p| p.attached);
-        let Some((g, failed)) = self.live_grant(room, key, m.seq) else { return };
+        let Some((g, failed)) = self.live_grant(room, key, m.seq)? else { return Ok(()) };
         if failed {
-            return;
+            return Ok(());
+        }
+        if m.meta.is_some() && !m.last {
+            let text = format!("room {room}: push {} brings metadata and is not the last one", m.push.0);
+            self.fail_inbound(now, room, Reason::new(ReasonKind::ProtocolError, text));
+            return Ok(());
         }
         let receiver_copies = mover == Some(Mover::Receiver);
         if receiver_copies
@@ -425,24 +489,30 @@ impl Node {
             let text =
                 format!("room {room}: push {} is said to be done, but {:?} was not copied", m.push.0, m.span);
             self.fail_inbound(now, room, Reason::new(ReasonKind::ProtocolError, text));
-            return;
+            return Ok(());
         }
-        if m.last && g.is_copying() {
+        if g.has_said_last() && super::area(&m.span) > 0 {
+            let text = format!("room {room}: push {} is said to be done after the last piece was", m.push.0);
+            self.fail_inbound(now, room, Reason::new(ReasonKind::ProtocolError, text));
+            return Ok(());
+        }
+        if m.last && (g.is_copying() || !g.deferred.is_empty()) {
             let text = format!(
                 "room {room}: push {} is said to be the last one, but others are still being copied",
                 m.push.0
             );
             self.fail_inbound(now, room, Reason::new(ReasonKind::ProtocolError, text));
-            return;
+            return Ok(());
         }
         if g.boxes() >= BOX_LIMIT {
             self.fail_inbound(now, room, too_many(room));
-            return;
+            return Ok(());
         }
         if self.check_first(now, key, &m) {
-            return;
+            return Ok(());
         }
         self.count_done(now, key, m);
+        Ok(())
     }
 
     /// A piece is delivered, and its bytes are right as far as anybody asked.

@@ -211,8 +211,8 @@ impl Node {
             (Direction::TheyGrant | Direction::WeGrant, Msg::Credit(_)) => {}
             (Direction::WeGrant, Msg::Drained(m)) => self.drained_arrived(now, key, m),
             (Direction::WeGrant, Msg::Ready(m)) => self.ready_arrived(now, key, m)?,
-            (Direction::WeGrant, Msg::Retract(m)) => self.retract_arrived(now, key, &m),
-            (Direction::WeGrant, Msg::Done(m)) => self.done_arrived(now, key, m),
+            (Direction::WeGrant, Msg::Retract(m)) => self.retract_arrived(now, key, &m)?,
+            (Direction::WeGrant, Msg::Done(m)) => self.done_arrived(now, key, m)?,
             (_, other) => {
                 return Err(Reason::new(
                     ReasonKind::ProtocolError,
@@ -406,6 +406,12 @@ impl Node {
             )
         })
     }
+}
+
+/// Pages of `size` tokens that hold tokens `first..end`.
+fn pages_needed(size: u64, first: u64, end: u64) -> u64 {
+    let size = size.max(1);
+    (first % size).saturating_add(end.saturating_sub(first)).div_ceil(size)
 }
 
 /// The driver's own mistake.

@@ -7,7 +7,7 @@ mod sums;
 use super::coverage::intersect;
 use super::parts::Progress;
 use super::types::{Delivery, DeliveryEnd, DeliveryId, Flaw, Mover, Push, Stage};
-use super::{Action, DeliveryFor, Node, PeerKey, Timer};
+use super::{Action, DeliveryFor, Node, PeerKey, Timer, pages_needed};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{PushId, Room, Seq, Time};
 use crate::msg::{Copied, Done, Drained, Grant, Msg, Owed, Ready, Verify};
@@ -111,6 +111,11 @@ impl Outbound {
         self.dests.get(&key).is_some_and(|d| d.owed.is_some() && !d.finished && !d.drained)
     }
 
+    /// Whether this room was granted early by these peers and no other.
+    pub(super) fn is_early_of(&self, of: impl Fn(&PeerKey) -> bool) -> bool {
+        !self.local && self.dests.keys().all(of)
+    }
+
     pub(super) fn pages(&self) -> Vec<Arc<[u32]>> {
         self.pushes.values().flat_map(|p| p.order.pages.iter().cloned()).collect()
     }
@@ -130,6 +135,14 @@ impl Outbound {
     }
 }
 
+/// The first so many pages.
+fn cut(list: &Arc<[u32]>, need: u64) -> Arc<[u32]> {
+    match usize::try_from(need).ok().and_then(|need| list.get(..need)) {
+        Some(head) if head.len() < list.len() => Arc::from(head),
+        _ => list.clone(),
+    }
+}
+
 fn page_count(lists: &[Arc<[u32]>]) -> u64 {
     lists.iter().map(|list| list.len() as u64).sum()
 }
@@ -137,6 +150,9 @@ fn page_count(lists: &[Arc<[u32]>]) -> u64 {
 impl Node {
     pub(super) fn grant_arrived(&mut self, now: Time, key: PeerKey, g: Grant) {
         let room = g.room;
+        if self.granted_again(now, key, &g) {
+            return;
+        }
         let dead = self.tombs.get(room).map(|tomb| tomb.reason.clone());
         self.heard_of(room, key, Some(g.ranks));
         let refusal = if let Some(reason) = dead {
@@ -167,18 +183,21 @@ impl Node {
             return;
         }
         if !self.outbound.contains_key(&room) {
-            let waiting = Duration::from_micros(g.deadline_us).min(Duration::from_secs(365 * 24 * 3600));
+            // A room that only a peer knows waits no longer than one of our caller's would.
+            let longest = self.cfg.bootstrap_timeout.saturating_add(self.cfg.waiting_timeout);
+            let longest = super::patience(Some(longest), longest);
+            let waiting = Duration::from_micros(g.deadline_us).min(longest);
             let r = Outbound::new(now, waiting, waiting);
             self.timers.set(r.progress.patience.at, Timer::Outbound(room));
             self.early_rooms += 1;
             self.outbound.insert(room, r);
         }
         let Some(r) = self.outbound.get_mut(&room) else { return };
-        if r.failure.is_some() || r.dests.contains_key(&key) || r.ranks.is_some_and(|n| n != g.ranks) {
+        if r.failure.is_some() || r.ranks.is_some_and(|n| n != g.ranks) {
             let reason = r.failure.clone().unwrap_or_else(|| {
                 Reason::new(
                     ReasonKind::RoomInUse,
-                    format!("room {room} was granted by this rank already, or by an engine of another size"),
+                    format!("room {room} was granted by an engine of another size"),
                 )
             });
             if g.owed.is_some() {
@@ -217,6 +236,31 @@ impl Node {
             self.timers.set(r.progress.patience.at, Timer::Outbound(room));
         }
         self.pump_room(now, room);
+    }
+
+    /// A grant of a rank that has granted this room before; whether it was one. The room fails, and the answer to the
+    /// new grant waits for the writes of the old one: it says that none of this rank's pages is written any more.
+    fn granted_again(&mut self, now: Time, key: PeerKey, g: &Grant) -> bool {
+        let room = g.room;
+        let Some(dest) = self.outbound.get_mut(&room).and_then(|r| r.dests.get_mut(&key)) else {
+            return false;
+        };
+        if dest.owed.is_none() && g.owed.is_none() {
+            // Said again, since a fence may have swallowed it.
+            dest.seq = g.seq;
+            return true;
+        }
+        dest.cancelled_upto = dest.cancelled_upto.max(g.seq);
+        dest.finished = false;
+        dest.drained = false;
+        if dest.owed.is_none() {
+            dest.owed.clone_from(&g.owed);
+        }
+        let text = format!("room {room} was granted by this rank already");
+        self.fail_outbound_by(now, room, Reason::new(ReasonKind::RoomInUse, text), Some(key));
+        self.settle_outbound(now, room);
+        self.heard_of(room, key, Some(g.ranks));
+        true
     }
 
     /// Why this peer may not grant one more room that nothing was pushed for yet: nobody may use up another's share.
@@ -324,6 +368,7 @@ impl Node {
         let moving = !begun.is_empty();
         let (seq, dst_pages, dst_start) = (dest.seq, dest.pages.clone(), dest.tokens.0);
         let mut too_early = Vec::new();
+        let sizes: Vec<u64> = self.side.groups.iter().map(|g| u64::from(g.page_tokens)).collect();
         for (push, span, pages, pages_start) in begun {
             let part = match mover {
                 Mover::Sender => {
@@ -348,6 +393,11 @@ impl Node {
                     Part::Writing(id)
                 }
                 Mover::Receiver => {
+                    // The engine may have given more than the piece needs.
+                    let pages = pages.iter().zip(&sizes);
+                    let pages =
+                        pages.map(|(list, size)| cut(list, pages_needed(*size, pages_start, span.tokens.1)));
+                    let pages = pages.collect();
                     self.queue(now, key, Msg::Ready(Ready { room, seq, push, span, pages_start, pages }));
                     Part::Offered
                 }
@@ -508,7 +558,7 @@ impl Node {
             return;
         }
         match m.error {
-            Some(reason) => self.fail_outbound(now, m.room, reason),
+            Some(reason) => self.fail_outbound_by(now, m.room, reason, Some(key)),
             None => self.part_moved(now, m.room, key, m.push, 0, 0),
         }
     }

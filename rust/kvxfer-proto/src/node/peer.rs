@@ -1,11 +1,13 @@
 //! Peers: sessions, liveness, fences.
 
+use super::outbound::Outbound;
 use super::types::{Flaw, Mover};
 use super::{Action, Direction, Node, PeerKey, SessionUp, Timer};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{Room, Seq, SessionNo, Time};
-use crate::link::{Link, Resume};
-use crate::msg::{Msg, RoomFailed};
+use crate::link::{GENERATIONS_AHEAD, Link, Resume};
+use crate::msg::{Cancel, Msg, RoomFailed};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Rooms that a peer which was given up is to hear of later; what is beyond that ends there by its own timeout.
 const UNTOLD_LIMIT: usize = 4096;
@@ -31,14 +33,20 @@ pub(super) struct Peer {
     pub(super) attached: Option<Mover>,
     pub(super) name: String,
     pub(super) last_heard: Time,
-    /// Since when there is no session, if there was one before.
+    /// Since when there is no session.
     pub(super) lost_since: Option<Time>,
+    /// There has been a session since the link began: it may hold what it was granted.
+    met: bool,
+    /// What our own fences alone have made of the link's generation.
+    own_generation: u64,
     pub(super) fence: Fence,
     pub(super) dead: bool,
     /// Messages to it were thrown away: it is to be lost.
     overflow: Option<Reason>,
     /// Rooms that failed here while it was given up: it hears of them when it is of use again.
-    untold: Vec<(Room, Reason)>,
+    pub(super) untold: Vec<(Room, Reason)>,
+    /// Rooms of which its null grant was lost with the link.
+    pub(super) ungranted: Vec<Room>,
     /// It said goodbye, or another incarnation took its place: it will not come back.
     gone: bool,
     next_seq: u64,
@@ -71,10 +79,13 @@ impl Peer {
 
 impl Node {
     /// The peer, made if it is new.
-    pub(super) fn peer_mut(&mut self, key: PeerKey) -> &mut Peer {
+    pub(super) fn peer_mut(&mut self, now: Time, key: PeerKey) -> &mut Peer {
         let floor = self.generation_floor;
+        if !self.peers.contains_key(&key) {
+            self.timers.set(now.after(self.cfg.forget_after), Timer::Peer(key));
+        }
         self.peers.entry(key).or_insert_with(|| {
-            let mut peer = Peer::default();
+            let mut peer = Peer { lost_since: Some(now), own_generation: floor, ..Peer::default() };
             peer.link.restart(floor);
             peer
         })
@@ -82,7 +93,7 @@ impl Node {
 
     /// Queues a numbered message. A peer that lets its outbox overflow is lost.
     pub(super) fn queue(&mut self, now: Time, key: PeerKey, msg: Msg) -> u64 {
-        let peer = self.peer_mut(key);
+        let peer = self.peer_mut(now, key);
         match peer.link.enqueue(msg) {
             Ok(number) => {
                 self.dirty.insert(key);
@@ -132,9 +143,12 @@ impl Node {
 
     /// Whether any room or message depends on this peer.
     fn is_busy(&self, key: PeerKey) -> bool {
-        self.peers.get(&key).is_some_and(|p| !p.link.is_idle())
-            || self.inbound.values().any(|r| r.depends_on(key))
-            || self.outbound.values().any(|r| r.depends_on(key))
+        self.peers.get(&key).is_some_and(|p| !p.link.is_idle()) || self.has_rooms(key)
+    }
+
+    /// Whether any room depends on this peer.
+    fn has_rooms(&self, key: PeerKey) -> bool {
+        self.inbound.values().any(|r| r.depends_on(key)) || self.outbound.values().any(|r| r.depends_on(key))
     }
 
     pub(super) fn flush_peer(&mut self, key: PeerKey) {
@@ -155,7 +169,8 @@ impl Node {
     /// A session passed its handshake. From its first frame on, nothing of an older session counts.
     pub fn handle_session_up(&mut self, now: Time, up: SessionUp) {
         let key = up.peer;
-        if !self.peers.contains_key(&key) && self.peers.len() >= self.cfg.peers && !self.forget_idle_peer() {
+        if !self.peers.contains_key(&key) && self.peers.len() >= self.cfg.peers && !self.forget_idle_peer(now)
+        {
             self.counters.limited += 1;
             let text = format!("{} peers are known here already, and none of them is idle", self.peers.len());
             let reason = Reason::new(ReasonKind::Unhealthy, text);
@@ -164,12 +179,16 @@ impl Node {
             return;
         }
         let shard = up.side.shard;
-        let peer = self.peer_mut(key);
+        let peer = self.peer_mut(now, key);
         peer.name = up.name;
         peer.ranks = Some(shard.tp_size.saturating_mul(shard.pp_size));
         self.take_answer(now, key, up.generation);
-        let Some(peer) = self.peers.get_mut(&key) else { return };
         let drop = |reason: Reason| Action::DropSession { peer: key, session: up.session, reason };
+        let Some(peer) = self.peers.get_mut(&key) else {
+            let text = "this peer has said goodbye, and its rooms have just come to an end";
+            self.actions.push_back(drop(Reason::new(ReasonKind::PeerLost, text)));
+            return;
+        };
         if up.session <= peer.last_session {
             self.counters.stale_refused += 1;
             let text = format!("session {} is not newer than session {}", up.session.0, peer.last_session.0);
@@ -218,6 +237,7 @@ impl Node {
         let heartbeat = self.cfg.heartbeat;
         if let Some(peer) = self.peers.get_mut(&key) {
             peer.session = Some(up.session);
+            peer.met = true;
             peer.last_heard = now;
             peer.lost_since = None;
             self.timers.set(now.after(heartbeat), Timer::Peer(key));
@@ -240,7 +260,7 @@ impl Node {
     /// A peer that could not be fenced comes back in our new generation: it has ended all that it did before.
     fn take_answer(&mut self, now: Time, key: PeerKey, its_generation: u64) {
         if let Some(Fence::Impossible { generation, .. }) = self.peers.get(&key).map(|p| &p.fence)
-            && its_generation >= *generation
+            && (*generation..=generation.saturating_add(GENERATIONS_AHEAD)).contains(&its_generation)
         {
             self.fence_done(now, key, its_generation);
         }
@@ -306,6 +326,7 @@ impl Node {
             // Everything in the outbox was about these rooms. A peer that has seen numbers of this link learns that
             // they begin again.
             let generation = self.peers.get(&key).map_or(0, |p| p.link.generation().saturating_add(1));
+            self.count_own_generation(key);
             self.restart_link(key, generation);
         }
     }
@@ -392,6 +413,7 @@ impl Node {
             self.actions.push_back(Action::DropSession { peer: key, session, reason: reason.clone() });
         }
         self.counters.fences += 1;
+        self.count_own_generation(key);
         for room in
             self.inbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>()
         {
@@ -400,8 +422,9 @@ impl Node {
         for room in
             self.outbound.iter().filter(|(_, r)| r.depends_on(key)).map(|(room, _)| *room).collect::<Vec<_>>()
         {
-            self.fail_outbound(now, room, reason.clone());
+            self.fail_outbound_by(now, room, reason.clone(), Some(key));
         }
+        self.fail_early_rooms(now, key, reason);
         let stop: Vec<_> =
             self.deliveries.iter().filter(|(_, d)| d.peer() == key).map(|(id, _)| *id).collect();
         self.actions.extend(stop.into_iter().map(Action::Abort));
@@ -417,6 +440,7 @@ impl Node {
             // If no page is held because of it, there is nothing that an answer could set free.
             Err(reason) if !peer.dead && self.inbound.values().any(|r| r.depends_on(key)) => {
                 peer.fence = Fence::Impossible { generation, reason };
+                self.keep_news(key);
                 // A peer that is still alive learns from the new generation that it has been given up, ends its own
                 // writes, and comes back in that generation: that is its answer.
                 self.restart_link(key, generation);
@@ -424,6 +448,45 @@ impl Node {
             }
             _ => self.fence_done(now, key, generation),
         }
+    }
+
+    /// Early rooms that this peer granted end with it, unless another peer has granted them too: a null grant waits for
+    /// no answer, and nothing else would end them.
+    fn fail_early_rooms(&mut self, now: Time, key: PeerKey, reason: &Reason) {
+        let lost = |k: &PeerKey| *k == key || self.peers.get(k).is_none_or(|p| p.fence != Fence::Open);
+        let early = |r: &Outbound| r.dests.contains_key(&key) && r.is_early_of(lost);
+        let rooms: Vec<Room> =
+            self.outbound.iter().filter(|(_, r)| early(r)).map(|(room, _)| *room).collect();
+        for room in rooms {
+            self.fail_outbound_by(now, room, reason.clone(), Some(key));
+        }
+    }
+
+    /// Our link with this peer starts afresh at our own wish.
+    fn count_own_generation(&mut self, key: PeerKey) {
+        if let Some(peer) = self.peers.get_mut(&key) {
+            peer.own_generation = peer.own_generation.saturating_add(1);
+        }
+    }
+
+    /// The link is about to be thrown away: what the peer has to hear all the same is kept.
+    fn keep_news(&mut self, key: PeerKey) {
+        let Some(peer) = self.peers.get_mut(&key) else { return };
+        let known: BTreeSet<Room> = peer.untold.iter().map(|(room, _)| *room).collect();
+        let mut untold = BTreeMap::new();
+        for msg in peer.link.pending() {
+            match msg {
+                Msg::Cancel(Cancel { room, reason, .. }) | Msg::RoomFailed(RoomFailed { room, reason })
+                    if !known.contains(room) =>
+                {
+                    untold.entry(*room).or_insert_with(|| reason.clone());
+                }
+                Msg::Grant(g) if g.owed.is_none() => peer.ungranted.push(g.room),
+                _ => {}
+            }
+        }
+        let place = UNTOLD_LIMIT.saturating_sub(peer.untold.len());
+        peer.untold.extend(untold.into_iter().take(place));
     }
 
     /// Starts the link afresh. Numbers of grants that it carried before name other messages from now on.
@@ -435,28 +498,37 @@ impl Node {
     }
 
     fn fence_done(&mut self, now: Time, key: PeerKey, generation: u64) {
+        self.keep_news(key);
         if let Some(peer) = self.peers.get_mut(&key) {
+            peer.met = false;
             peer.fence = Fence::Open;
             peer.attached = None;
             peer.lost_since = Some(now);
             self.timers.set(now.after(self.cfg.forget_after), Timer::Peer(key));
         }
         self.restart_link(key, generation);
-        let untold = self.peers.get_mut(&key).map(|p| std::mem::take(&mut p.untold)).unwrap_or_default();
+        let (untold, ungranted) = self
+            .peers
+            .get_mut(&key)
+            .map(|p| (std::mem::take(&mut p.untold), std::mem::take(&mut p.ungranted)))
+            .unwrap_or_default();
         if self.peers.get(&key).is_some_and(|p| !p.dead && !p.gone) {
             for (room, reason) in untold {
                 self.queue(now, key, Msg::RoomFailed(RoomFailed { room, reason }));
+            }
+            for room in ungranted {
+                self.grant_nothing_again(now, room, key);
             }
         }
         self.inbound_fenced(now, key);
         self.outbound_fenced(now, key);
         if self.peers.get(&key).is_some_and(|p| p.dead || p.gone) {
-            self.forget_peer(key);
+            self.forget_peer(now, key);
         }
     }
 
     /// Makes room for a new peer: the one that has been away longest goes, if nothing depends on it.
-    fn forget_idle_peer(&mut self) -> bool {
+    fn forget_idle_peer(&mut self, now: Time) -> bool {
         let away = |(key, p): (&PeerKey, &Peer)| {
             let idle = p.session.is_none() && p.fence == Fence::Open && !p.dead;
             p.lost_since.filter(|_| idle).map(|since| (since, *key))
@@ -465,15 +537,20 @@ impl Node {
         idle.sort_unstable();
         let found = idle.into_iter().map(|(_, key)| key).find(|key| !self.is_busy(*key));
         if let Some(key) = found {
-            self.forget_peer(key);
+            self.forget_peer(now, key);
         }
         found.is_some()
     }
 
-    fn forget_peer(&mut self, key: PeerKey) {
+    fn forget_peer(&mut self, now: Time, key: PeerKey) {
+        let reason =
+            Reason::new(ReasonKind::PeerLost, format!("peer {} has been forgotten", self.peer_name(key)));
+        self.fail_early_rooms(now, key, &reason);
         if let Some(peer) = self.peers.remove(&key) {
-            // If it comes back after all, it must not take a new link for the old one.
-            self.generation_floor = self.generation_floor.max(peer.link.generation().saturating_add(1));
+            // If it comes back after all, it must not take a new link for the old one. Only our own fences count: no
+            // peer's number carries over to others. One that was further ahead is healed by an error and a fence.
+            let next = peer.own_generation.saturating_add(u64::from(peer.link.was_used()));
+            self.generation_floor = self.generation_floor.max(next);
         }
         self.dirty.remove(&key);
         self.timers.cancel(Timer::Peer(key));
@@ -520,7 +597,7 @@ impl Node {
         }
         if now < since.after(fence_after) {
             self.timers.set(since.after(fence_after), Timer::Peer(key));
-        } else if self.is_busy(key) {
+        } else if peer.met && self.is_busy(key) {
             let text = format!(
                 "no contact with peer {} for {} s: every room with it failed, and its pages are held until it is fenced",
                 self.peer_name(key),
@@ -528,7 +605,12 @@ impl Node {
             );
             self.lose_peer(now, key, &Reason::new(ReasonKind::PeerLost, text));
         } else if now >= since.after(self.cfg.forget_after) {
-            self.forget_peer(key);
+            // Messages alone keep no peer that was never met: they are word of rooms that failed.
+            if self.has_rooms(key) || self.inbound.values().any(|r| r.goes_on_with(key)) {
+                self.timers.set(now.after(self.cfg.forget_after), Timer::Peer(key));
+            } else {
+                self.forget_peer(now, key);
+            }
         } else {
             self.timers.set(since.after(self.cfg.forget_after), Timer::Peer(key));
         }

@@ -5,7 +5,7 @@ use crate::error::{Reason, ReasonKind};
 use crate::ids::{Room, Time};
 use crate::msg::{Msg, RoomFailed};
 use crate::plan;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A rank of a source, and the layers that it owes this rank.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -23,6 +23,13 @@ pub(super) struct SourceState {
     /// Rooms that ended before it; the ranks are told once they are known.
     ended: Vec<(Room, Reason)>,
     asked: bool,
+}
+
+impl SourceState {
+    /// Whether anything is known of the source, or waits for it.
+    fn is_of_use(&self) -> bool {
+        self.ranks.is_some() || self.asked || !self.waiting.is_empty()
+    }
 }
 
 /// Why a directory is still asked.
@@ -101,6 +108,7 @@ impl Node {
         if let Some(state) = self.sources.get_mut(source) {
             state.asked = false;
             state.ended.clear();
+            self.sources.retain(|_, s| s.is_of_use());
         }
     }
 
@@ -127,6 +135,7 @@ impl Node {
                 for room in waiting {
                     self.fail_inbound(now, room, reason.clone());
                 }
+                self.sources.retain(|_, s| s.is_of_use());
             }
         }
     }
@@ -148,6 +157,17 @@ impl Node {
                 format!("the directory at {} named {} ranks of {}", source.address, ranks.len(), owes.len()),
             ));
         }
+        let mut seen = BTreeMap::new();
+        for (i, rank) in ranks.iter().enumerate() {
+            if let Some(before) = seen.insert(rank.incarnation, i) {
+                // Two grants of one room to one peer could not be told apart.
+                let text = format!(
+                    "the directory at {} named incarnation {} both as rank {before} and as rank {i}",
+                    source.address, rank.incarnation
+                );
+                return Err(Reason::new(ReasonKind::ProtocolError, text));
+            }
+        }
         Ok(ranks
             .iter()
             .zip(owes)
@@ -164,7 +184,7 @@ impl Node {
             if s.ranks.as_ref().is_some_and(|ranks| ranks.iter().any(|r| r.key == key)) {
                 s.ranks = None;
             }
-            s.ranks.is_some() || s.asked || !s.waiting.is_empty()
+            s.is_of_use()
         });
     }
 }

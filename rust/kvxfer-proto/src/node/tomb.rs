@@ -82,6 +82,14 @@ impl Tombs {
     pub(super) fn put(&mut self, limits: Limits, room: Room, tomb: Tomb) {
         if let Some(old) = self.by_room.get_mut(&room) {
             old.told |= tomb.told;
+            if tomb.by.is_none()
+                && let Some(key) = old.by.take()
+            {
+                // Our caller gives it up too: no peer's words push it out any more.
+                let at = old.at;
+                self.leave_share(key, at);
+            }
+            let Some(old) = self.by_room.get_mut(&room) else { return };
             old.ranks = old.ranks.or(tomb.ranks);
             for key in tomb.heard {
                 if !old.heard.contains(&key) {
@@ -167,16 +175,21 @@ impl Tombs {
     /// Takes a room out of the open ones.
     fn close(&mut self, room: Room) -> Option<Room> {
         let tomb = self.by_room.get(&room)?;
-        self.open.remove(&tomb.at);
-        if let Some(key) = tomb.by
-            && let Some(mine) = self.by_peer.get_mut(&key)
-        {
-            mine.remove(&tomb.at);
+        let (at, by) = (tomb.at, tomb.by);
+        self.open.remove(&at);
+        if let Some(key) = by {
+            self.leave_share(key, at);
+        }
+        Some(room)
+    }
+
+    fn leave_share(&mut self, key: PeerKey, at: u64) {
+        if let Some(mine) = self.by_peer.get_mut(&key) {
+            mine.remove(&at);
             if mine.is_empty() {
                 self.by_peer.remove(&key);
             }
         }
-        Some(room)
     }
 
     pub(super) fn len(&self) -> usize {

@@ -29,6 +29,8 @@ pub struct Solo {
     pub events: Vec<Event>,
     pub aborts: Vec<DeliveryId>,
     pub fences: Vec<PeerKey>,
+    /// Peers whose sessions it had closed.
+    pub drops: Vec<PeerKey>,
     sessions: Vec<Session>,
 }
 
@@ -43,6 +45,7 @@ impl Solo {
             events: Vec::new(),
             aborts: Vec::new(),
             fences: Vec::new(),
+            drops: Vec::new(),
             sessions: Vec::new(),
         }
     }
@@ -83,6 +86,7 @@ impl Solo {
                 Action::Event(event) => self.events.push(event),
                 Action::Abort(id) => self.aborts.push(id),
                 Action::Fence(key) => self.fences.push(key),
+                Action::DropSession { peer, .. } => self.drops.push(peer),
                 _ => {}
             }
         }

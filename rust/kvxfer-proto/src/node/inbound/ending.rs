@@ -1,8 +1,9 @@
 //! How an expected room ends, and when its pages come back.
 
+use super::Inbound;
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{Room, Time};
-use crate::msg::{Cancel, Drained, Finished, Msg, RoomFailed};
+use crate::msg::{Cancel, Drained, Finished, Grant, Msg, RoomFailed};
 use crate::node::tomb::Tomb;
 use crate::node::types::{Event, EventKind, Flaw, Mover, Stage};
 use crate::node::{Action, DeliveryFor, Node, PeerKey, Timer};
@@ -70,6 +71,12 @@ impl Node {
         self.book.release(&r.pages);
         self.counters.succeeded += 1;
         for (key, g) in &r.grants {
+            // A null grant has to go out still: its rank waits for it.
+            if g.owed.is_some()
+                && let Some(peer) = self.peers.get_mut(key)
+            {
+                peer.link.withdraw(g.number);
+            }
             // A peer that died after its part was done is forgotten.
             if g.owed.is_some() && self.peers.get(key).is_some_and(|p| p.unusable().is_none()) {
                 self.queue(now, *key, Msg::Finished(Finished { room, seq: g.seq, error: None }));
@@ -98,8 +105,8 @@ impl Node {
             self.counters.stale_refused += 1;
             return;
         }
-        // A copy of ours may still run; it is over when that has stopped.
-        g.over = !g.is_copying();
+        // A copy of ours may still run; the room is not over before that has stopped.
+        g.over = true;
         if r.failure.is_none() {
             self.fail_inbound(now, m.room, m.reason);
         } else {
@@ -123,8 +130,16 @@ impl Node {
             let peer = self.peers.get_mut(key);
             let receiver_copies = peer.as_ref().is_some_and(|p| p.attached == Some(Mover::Receiver));
             let unheard = peer.is_some_and(|p| p.link.withdraw(g.number));
+            if unheard {
+                // The number may be another message's from now on.
+                g.number = 0;
+            }
             self.actions.extend(g.copies.values().map(|id| Action::Abort(*id)));
             self.actions.extend(g.drop_checks().map(Action::Abort));
+            if too_early {
+                g.copies.clear();
+                g.stopping.clear();
+            }
             if g.owed.is_some() && (too_early || unheard || (receiver_copies && !g.is_copying())) {
                 // Either no session ever carried the grant, or only our own thread writes, and it has stopped.
                 g.over = true;
@@ -210,6 +225,10 @@ impl Node {
                 g.over = true;
             }
             self.fail_inbound(now, room, Reason::new(ReasonKind::PeerLost, "the connection ended"));
+            if let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key)) {
+                g.copies.clear();
+                g.stopping.clear();
+            }
             self.maybe_release_inbound(room);
         }
     }
@@ -218,6 +237,31 @@ impl Node {
     pub(in crate::node) fn forget_grant_numbers(&mut self, key: PeerKey) {
         for g in self.inbound.values_mut().filter_map(|r| r.grants.get_mut(&key)) {
             g.number = 0;
+        }
+    }
+
+    /// A null grant was lost with its link: the rank would wait for it.
+    pub(in crate::node) fn grant_nothing_again(&mut self, now: Time, room: Room, key: PeerKey) {
+        let ranks = self.side.shard.tp_size.saturating_mul(self.side.shard.pp_size);
+        let live = |r: &&Inbound| r.failure.is_none() && r.grants.get(&key).is_some_and(|g| g.owed.is_none());
+        let Some(r) = self.inbound.get(&room).filter(live) else { return };
+        let (tokens, verify, deadline_us) = (r.tokens, r.verify, r.deadline_us());
+        let seq = self.peer_mut(now, key).next_seq();
+        let grant = Grant {
+            room,
+            seq,
+            tokens,
+            owed: None,
+            pages: Vec::new(),
+            ranks,
+            verify,
+            deadline_us,
+            credits: 0,
+        };
+        let number = self.queue(now, key, Msg::Grant(grant));
+        if let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key)) {
+            g.seq = seq;
+            g.number = number;
         }
     }
 

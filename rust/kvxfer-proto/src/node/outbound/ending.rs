@@ -30,7 +30,7 @@ impl Node {
                 dest.finished = true;
                 self.maybe_succeed_outbound(now, m.room);
             }
-            Some(reason) => self.fail_outbound(now, m.room, reason),
+            Some(reason) => self.fail_outbound_by(now, m.room, reason, Some(key)),
         }
         Ok(())
     }
@@ -70,7 +70,7 @@ impl Node {
                 self.queue(now, key, Msg::Drained(Drained { room, seq: m.upto, reason: m.reason.clone() }));
             }
         }
-        self.fail_outbound(now, room, m.reason);
+        self.fail_outbound_by(now, room, m.reason, Some(key));
         self.settle_outbound(now, room);
         self.heard_of(room, key, None);
     }
@@ -78,7 +78,7 @@ impl Node {
     /// Word from a peer that a room failed before a grant for it was made.
     pub fn handle_room_failed(&mut self, now: Time, key: PeerKey, room: Room, reason: Reason) {
         if self.outbound.contains_key(&room) {
-            self.fail_outbound(now, room, reason);
+            self.fail_outbound_by(now, room, reason, Some(key));
         } else {
             self.bury(room, Tomb::new(reason, false).at_word_of(Some(key)));
         }
@@ -108,11 +108,25 @@ impl Node {
                 if r.last.is_some() { "made" } else { "not made" }
             )
         };
-        self.fail_outbound(now, room, Reason::new(ReasonKind::TransferTimeout, text));
+        // One that was granted and never pushed exists, and is remembered, at its peer's word.
+        let by = r.dests.keys().next().copied();
+        self.fail_outbound_by(now, room, Reason::new(ReasonKind::TransferTimeout, text), by);
     }
 
-    /// Fails a room: no write is begun any more, and each destination is told once none is in flight.
+    /// Fails a room of our caller's, or at our caller's word.
     pub(in crate::node) fn fail_outbound(&mut self, now: Time, room: Room, reason: Reason) {
+        self.fail_outbound_by(now, room, reason, None);
+    }
+
+    /// Fails a room: no write is begun any more, and each destination is told once none is in flight. Its tombstone is
+    /// in the share of the peer `by` whom it fails, unless our caller knows the room.
+    pub(in crate::node) fn fail_outbound_by(
+        &mut self,
+        now: Time,
+        room: Room,
+        reason: Reason,
+        by: Option<PeerKey>,
+    ) {
         let Some(r) = self.outbound.get_mut(&room) else { return };
         if r.failure.is_some() {
             return;
@@ -139,8 +153,7 @@ impl Node {
             self.early_rooms = self.early_rooms.saturating_sub(1);
             self.not_early(room);
         }
-        let by = self.outbound.get(&room).filter(|_| !local).and_then(|r| r.dests.keys().next().copied());
-        self.bury(room, Tomb::new(reason, local).with_ranks(heard, ranks).at_word_of(by));
+        self.bury(room, Tomb::new(reason, local).with_ranks(heard, ranks).at_word_of(by.filter(|_| !local)));
         self.settle_outbound(now, room);
     }
 
