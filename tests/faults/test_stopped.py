@@ -177,6 +177,7 @@ def test_a_rooms_timeout_releases_nothing(way: Way, other: Remote) -> None:
             "TransferTimeout",
             False,
         )
+        eventually(lambda: it.here.stats()["quarantined_pages"] == len(dst), "counted")
         nothing_happens(0.5, lambda: it.here.stats()["quarantined_pages"] == len(dst))
         assert it.here.more() == []
         peer.go_on()
