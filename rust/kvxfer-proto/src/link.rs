@@ -76,6 +76,12 @@ impl Link {
         self.outbox.iter().all(Option::is_none)
     }
 
+    /// Whether a session has carried anything on this link.
+    #[must_use]
+    pub fn has_talked(&self) -> bool {
+        self.ever_handed > 0 || self.received > 0
+    }
+
     /// How many messages wait to be sent or acknowledged.
     #[must_use]
     pub fn unacknowledged(&self) -> usize {
@@ -149,7 +155,7 @@ impl Link {
             ));
         }
         if peer_generation > self.generation {
-            if self.ever_handed > 0 || self.received > 0 {
+            if self.has_talked() {
                 return Ok(Resume::PeerStartedAfresh);
             }
             // Nothing was ever said on this link: there is nothing to void.
@@ -180,6 +186,23 @@ impl Link {
     /// Messages that no acknowledgement covers, oldest first.
     pub fn pending(&self) -> impl Iterator<Item = &Msg> {
         self.outbox.iter().flatten()
+    }
+
+    /// For a checker: whether [`Link::forget_received`] would forget anything.
+    pub(crate) fn remembers_received(&self, received: u64) -> bool {
+        let many = usize::try_from(received.saturating_sub(self.acked)).unwrap_or(usize::MAX);
+        self.outbox.iter().take(many).flatten().any(|msg| *msg != Msg::Ack(0))
+    }
+
+    /// For a checker: what the messages up to `received` said is forgotten, since the peer has them.
+    pub(crate) fn forget_received(&mut self, received: u64) -> bool {
+        let many = usize::try_from(received.saturating_sub(self.acked)).unwrap_or(usize::MAX);
+        let mut any = false;
+        for msg in self.outbox.iter_mut().take(many).flatten().filter(|msg| **msg != Msg::Ack(0)) {
+            *msg = Msg::Ack(0);
+            any = true;
+        }
+        any
     }
 
     /// The peer has everything up to `number`.

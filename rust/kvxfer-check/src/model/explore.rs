@@ -98,13 +98,14 @@ pub struct Report {
 struct Level {
     world: World,
     print: u128,
-    steps: Vec<Step>,
+    /// With the states after them where those are known.
+    steps: Vec<(Step, Option<World>)>,
     next: usize,
 }
 
 impl Level {
     fn new(world: World, print: u128) -> Self {
-        let steps = world.steps();
+        let steps = world.steps_to_walk();
         Self { world, print, steps, next: 0 }
     }
 }
@@ -139,8 +140,9 @@ pub fn explore(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
     let mut wrong = None;
     while let Some(level) = path.last_mut() {
         if level.next == 0 {
+            if std::env::var("STATS").is_ok() { level.world.stats(&level.steps); }
             report.by_faults[usize::from(setup.faults - level.world.faults_left)] += 1;
-            if level.world.is_end(&level.steps) {
+            if level.world.is_end(level.steps.iter().map(|(s, _)| s)) {
                 report.ends += 1;
                 wrong = level.world.check_end();
             }
@@ -148,13 +150,13 @@ pub fn explore(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
         if wrong.is_some() || report.states >= limit {
             break;
         }
-        let Some(step) = level.steps.get(level.next) else {
+        let Some((step, ready)) = level.steps.get_mut(level.next) else {
             on_path.remove(&level.print);
             path.pop();
             continue;
         };
         level.next += 1;
-        let Some(next) = level.world.after(step) else { continue };
+        let Some(next) = ready.take().or_else(|| level.world.after(step)) else { continue };
         report.transitions += 1;
         if next.violation.is_some() {
             wrong = next.violation;
@@ -182,7 +184,7 @@ pub fn explore(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
     report.took = began.elapsed();
     report.complete = path.is_empty() && wrong.is_none();
     report.found = wrong.map(|violation| {
-        let steps = path.iter().filter_map(|l| l.steps.get(l.next.checked_sub(1)?).cloned()).collect();
+        let steps = path.iter().filter_map(|l| Some(l.steps.get(l.next.checked_sub(1)?)?.0.clone())).collect();
         Counterexample { setup: setup.clone(), steps, violation }
     });
     Ok(report)

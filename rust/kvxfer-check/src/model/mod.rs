@@ -31,6 +31,8 @@
 mod driver;
 mod explore;
 mod fp;
+mod reduce;
+pub use reduce::M;
 mod staging;
 mod steps;
 mod world;
