@@ -37,6 +37,7 @@ struct Args {
     walks: u64,
     json: bool,
     one: bool,
+    limit: u64,
 }
 
 /// The worlds of `make model`. Larger ones are walked by naming them: `--sources 2 --faults 2`.
@@ -54,7 +55,7 @@ fn parse() -> Result<Args, String> {
     let mut args = std::env::args().skip(1);
     let mut families = Family::ALL.to_vec();
     let mut like = Setup::new(Family::Copies, 2);
-    let (mut one, mut walks, mut json) = (false, 20_000, false);
+    let (mut one, mut walks, mut json, mut limit) = (false, 20_000, false, LIMIT);
     while let Some(arg) = args.next() {
         let mut value = || args.next().ok_or(format!("{arg} wants a value"));
         let number = |v: String| v.parse::<u64>().map_err(|e| format!("{v}: {e}"));
@@ -62,6 +63,7 @@ fn parse() -> Result<Args, String> {
         match arg.as_str() {
             "--json" => json = true,
             "--walks" => walks = number(value()?)?,
+            "--limit" => limit = number(value()?)?,
             "--prompt" => like.prompt = true,
             "--faults" => like.faults = u8::try_from(number(value()?)?).map_err(|e| e.to_string())?,
             "--pieces" => {
@@ -96,7 +98,7 @@ fn parse() -> Result<Args, String> {
     } else {
         all()
     };
-    Ok(Args { jobs, walks, json, one })
+    Ok(Args { jobs, walks, json, one, limit })
 }
 
 /// The most memory that this process has used, in MB.
@@ -187,7 +189,7 @@ fn main() -> ExitCode {
             s.spawn(|| {
                 loop {
                     let Some(job) = queue.lock().ok().and_then(|mut q| q.next()) else { break };
-                    match explore(&job.setup, LIMIT) {
+                    match explore(&job.setup, args.limit) {
                         Ok(r) => {
                             let ok = r.complete && r.states >= job.at_least;
                             show(args.json, &job.name(), &r, ok);
@@ -225,7 +227,7 @@ fn main() -> ExitCode {
     if !walks(&args) {
         fail();
     }
-    { let m = kvxfer_check::model::M.lock().unwrap(); let mut v: Vec<_> = m.iter().collect(); v.sort_by_key(|x| std::cmp::Reverse(*x.1)); for (k,n) in v.into_iter().take(60) { println!("{n:9} {k}"); } }
+    { let m = kvxfer_check::model::M.lock().unwrap(); let mut v: Vec<_> = m.iter().collect(); v.sort_by_key(|x| std::cmp::Reverse(*x.1)); for (k,n) in v.into_iter().take(std::env::var("TAKE").map_or(60, |t| t.parse().unwrap())) { println!("{n:9} {k}"); } }
     println!("{:.1} s in all, {} MB at most", began.elapsed().as_secs_f64(), peak_mb());
     if good.lock().is_ok_and(|g| *g) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

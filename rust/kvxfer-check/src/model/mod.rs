@@ -28,6 +28,7 @@
 //! to itself, or counts up for ever, is reported ([`Property::EveryPathEnds`]). [`shortest`] walks breadth first, for
 //! short counterexamples; [`walk`] walks random paths with more faults, by seed.
 
+mod canon;
 mod driver;
 mod explore;
 mod fp;

@@ -497,88 +497,25 @@ impl World {
 
     /// What takes no part in the future is removed, and processes that may have changed get new fingerprints.
     pub(crate) fn tidy(&mut self, mut touched: [bool; 3]) {
-        for i in 0..self.conns.len() {
-            for end in 0..2 {
-                if let Some(at) = self.alive(self.conns[i].who[end])
-                    && self.is_over_for(at, i, end)
-                {
-                    self.end_of_file(at, i, end);
-                    touched[at] = true;
-                }
-            }
+        if self.setup.reduced {
+            self.canonicalise(&mut touched);
         }
-        for (at, touched) in touched.iter_mut().enumerate() {
-            *touched |= self.forget_received(at);
-        }
+        self.conns.retain(|c| c.ends.iter().any(|e| e.state != EndState::Closed));
+        self.conns.sort_by_key(|c| (c.who, c.session, c.serial));
         // Nobody waits for these, and they land nowhere.
         let mut writes = std::mem::take(&mut self.writes);
         writes.retain(|w| !w.loose || self.alive(w.to).is_some());
-        for w in writes.iter_mut().filter(|w| w.loose) {
-            w.id = DeliveryId(0);
-        }
         writes.sort_unstable();
         self.writes = writes;
         for (at, touched) in touched.into_iter().enumerate() {
             if touched {
-                let me = self.me(at);
-                let written = self.writes.iter().filter(|w| w.from == me).map(|w| w.id.0).max();
-                let p = self.proc(at);
-                let known = p.running.keys().next_back().map(|id| id.0).max(written).unwrap_or(0);
-                p.node.reuse_delivery_numbers(known);
-                p.node.forget_statistics();
-                if !p.rooms.iter().any(|s| s.ordered && s.released == 0) {
-                    // The next room's bytes have to come anew.
-                    p.cells = [[EMPTY; 2]; 2];
+                self.proc(at).node.forget_statistics();
+                if self.setup.reduced {
+                    self.canonicalise_proc(at);
                 }
                 self.prints[at] = Fp::of(&*self.procs[at]);
             }
         }
-        self.conns.retain(|c| c.ends.iter().any(|e| e.state != EndState::Closed));
-        self.conns.sort_by_key(|c| (c.who, c.session, c.serial));
-    }
-
-    /// Whether what this end can still read, and its end of file, do nothing to its node: then they are taken at once.
-    ///
-    /// A session that a node has taken or refused and does not hold any more never comes back, for a later one has a
-    /// higher number: frames of it are stale, and so is its end. One that the node was never told of has no end for it.
-    fn is_over_for(&self, at: usize, i: usize, end: usize) -> bool {
-        let c = &self.conns[i];
-        let (e, other) = (&c.ends[end], &c.ends[1 - end]);
-        let over = e.state == EndState::Closing || c.cut || other.state != EndState::Open && e.inbox.is_empty();
-        if e.state == EndState::Closed || !over {
-            return false;
-        }
-        let stale = e.established && self.procs[at].node.session_of(c.key(end)) != Some(c.session);
-        let frames = e.inbox.iter().all(|item| matches!(item, Item::Frame(_)));
-        let checked = self.setup.flaw != Some(Flaw::NoSessionCheck);
-        if e.inbox.is_empty() { stale || !e.established } else { stale && frames && checked }
-    }
-
-    /// What a process has sent and the other side has taken in. Says whether anything changed.
-    fn forget_received(&mut self, at: usize) -> bool {
-        let mut changed = false;
-        let me = self.me(at);
-        for key in self.procs[at].node.peer_keys().collect::<Vec<_>>() {
-            let from_there = PeerKey { incarnation: me, direction: back(key.direction) };
-            let received = match self.alive(key.incarnation) {
-                None => u64::MAX,
-                Some(peer) => {
-                    let (received, generation) = self.procs[peer].node.link_state(from_there);
-                    let own = self.procs[at].node.link_state(key).1;
-                    // A peer that has started afresh voids what was said to it; of one that is yet to, all is said again.
-                    match generation.cmp(&own) {
-                        std::cmp::Ordering::Less => continue,
-                        std::cmp::Ordering::Equal => received,
-                        std::cmp::Ordering::Greater if self.procs[at].node.has_talked(key) => u64::MAX,
-                        std::cmp::Ordering::Greater => continue,
-                    }
-                }
-            };
-            if self.procs[at].node.remembers_received(key, received) {
-                changed |= self.proc(at).node.forget_received(key, received);
-            }
-        }
-        changed
     }
 
     /// A number that states share only if they are the same.

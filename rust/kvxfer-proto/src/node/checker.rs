@@ -110,6 +110,22 @@ impl Node {
         self.peers.get(&key).is_some_and(|p| p.link.remembers_received(received))
     }
 
+    /// How many of the first numbers of the link to this peer nobody will name again, if the peer has received all up
+    /// to `received`.
+    #[must_use]
+    pub fn settled_numbers(&self, key: PeerKey, received: u64) -> u64 {
+        self.peers.get(&key).map_or(0, |p| p.link.settled(received))
+    }
+
+    /// Takes so many numbers off the link with this peer, in either direction. The caller does the same on the other
+    /// side, and to what is on its way.
+    pub fn renumber(&mut self, key: PeerKey, sent: u64, received: u64) {
+        if let Some(peer) = self.peers.get_mut(&key) {
+            peer.link.renumber(sent, received);
+            self.renumber_grants(key, sent);
+        }
+    }
+
     /// Whether anything was ever sent to this peer, or received from it, since its link last started afresh.
     #[must_use]
     pub fn has_talked(&self, key: PeerKey) -> bool {
