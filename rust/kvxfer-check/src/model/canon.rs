@@ -129,7 +129,8 @@ impl World {
     fn is_over_for(&self, at: usize, i: usize, end: usize) -> bool {
         let c = &self.conns[i];
         let (e, other) = (&c.ends[end], &c.ends[1 - end]);
-        let over = e.state == EndState::Closing || c.cut || other.state != EndState::Open && e.inbox.is_empty();
+        let over =
+            e.state == EndState::Closing || c.cut || other.state != EndState::Open && e.inbox.is_empty();
         if e.state == EndState::Closed || !over {
             return false;
         }
@@ -165,5 +166,4 @@ impl World {
         }
         changed
     }
-
 }

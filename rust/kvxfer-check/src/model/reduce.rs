@@ -77,7 +77,8 @@ impl World {
         for step in all.iter().filter(|s| s.actor() == Some(at)) {
             let next = self.after(step)?;
             let (before, after) = (&self.procs[at], &next.procs[at]);
-            let gave_back = (0..before.rooms.len()).any(|r| before.rooms[r].released != after.rooms[r].released);
+            let gave_back =
+                (0..before.rooms.len()).any(|r| before.rooms[r].released != after.rooms[r].released);
             let still = next.violation.is_none()
                 && !(gave_back && self.setup.family == Family::Copies)
                 && before.eps == after.eps
@@ -95,28 +96,5 @@ impl World {
     fn talks(&self, at: usize) -> bool {
         let (me, d) = (self.me(at), self.me(D));
         self.conns.iter().any(|c| c.who == [d, me] && c.is_whole())
-    }
-}
-
-use std::sync::Mutex;
-use std::collections::BTreeMap;
-pub static M: Mutex<BTreeMap<String,u64>> = Mutex::new(BTreeMap::new());
-impl World {
-    pub fn stats(&self, steps: &[(Step, Option<Self>)]) {
-        if self.faults_left > 0 { return; }
-        {
-            let mut m = M.lock().unwrap();
-            for i in 0..3 { let k=format!("#P{i} {:x}", self.prints[i]); let e = m.entry(k).or_default(); *e+=1; if *e==1 { *m.entry(format!("zz DISTINCT P{i}")).or_default() += 1000000; 
-               let n = &self.procs[i]; let d = format!("{:?}", n.node);
-               for f in ["peers: ","sources: ","inbound: ","outbound: ","tombs: ","book: ","deliveries: ","next_delivery: ","early_rooms: ","quarantined: ","timers: ","generation_floor: "] { if let Some(a)=d.find(&format!(" {f}")) { let rest=&d[a+1..]; let end=[" sources: "," inbound: "," outbound: "," tombs: "," book: "," deliveries: "," next_delivery: "," early_rooms: "," quarantined: "," actions: "," timers: "," counters: "].iter().filter_map(|x| rest.find(x)).min().unwrap_or(rest.len()); let v=&rest[..end]; let k=format!("#F{i} {v}"); if m.insert(k,1).is_none() { *m.entry(format!("zz DISTINCT P{i} {f}")).or_default() += 1000000; } } }
-            } }
-            let k=format!("#C {:?}", self.conns); let e = m.entry(k).or_default(); *e+=1; if *e==1 { *m.entry("zz DISTINCT conns".into()).or_default() += 1000000; }
-        }
-        let mut kinds: Vec<String> = steps.iter().map(|(s,_)| { let t=format!("{s:?}"); let n=t.split('(').next().unwrap().to_string(); format!("{n}{}", s.actor().map_or(String::new(), |a| a.to_string())) }).collect();
-        kinds.sort(); kinds.dedup();
-        let mut m = M.lock().unwrap();
-        let red = steps.iter().any(|(_,w)| w.is_some());
-        *m.entry(format!("{} {}", if red {"RED "} else {"full"}, kinds.join(" "))).or_default() += 1;
-        *m.entry(format!("TOTAL {} conns {} whole {} alive {} stopped {} fencing {}", if red {"RED "} else {"full"}, self.conns.len(), self.conns.iter().filter(|c| c.is_whole()).count(), self.conns.iter().filter(|c| c.who.iter().all(|w| self.alive(*w).is_some())).count(), self.procs.iter().filter(|p| p.stopped).count(), self.procs.iter().map(|p| p.fencing.len()).sum::<usize>())).or_default() += 1;
     }
 }

@@ -445,6 +445,24 @@ impl World {
         self.left_over().filter(|v| self.setup.checks(v.property))
     }
 
+    /// How every room stands at every process, and how the process does, in short.
+    pub(crate) fn outcome(&self) -> String {
+        let of = |at: usize| {
+            let p = &self.procs[at];
+            let rooms = p.rooms.map(|s| {
+                let end = match (s.success, s.failed) {
+                    (0, 0) => "open",
+                    (0, _) => "failed",
+                    _ => "success",
+                };
+                format!("{end}/{}", s.released)
+            });
+            let stopped = if p.stopped { " stopped" } else { "" };
+            format!("{} {}{stopped}", self.name(at), rooms.join(" "))
+        };
+        self.setup.addresses().map(of).collect::<Vec<_>>().join(", ")
+    }
+
     fn left_over(&self) -> Option<Violation> {
         for at in self.setup.addresses().filter(|at| !self.procs[*at].stopped) {
             let p = &self.procs[at];
