@@ -20,7 +20,9 @@ const LIMIT: u64 = 150_000_000;
 
 /// Which faults hit two sources, how many states each of these worlds has at least.
 const TWO_SOURCES: &[(&[FaultKind], u8, u64)] = &[
-    (&[FaultKind::Cancel], 1, 20_000),
+    (&[FaultKind::Stop], 1, 300_000),
+    (&[FaultKind::Cancel], 2, 100_000),
+    (&[FaultKind::Cancel], 1, 5_000),
     (&[FaultKind::Timeout], 1, 20_000),
     (&[FaultKind::LostSession], 1, 10_000),
 ];
