@@ -19,31 +19,29 @@ fn complete(setup: &Setup, at_least: u64) {
 #[test]
 fn two_sources_without_a_fault() {
     for family in Family::ALL {
-        complete(&Setup::new(family, 0), 2000);
+        complete(&Setup::new(family, 0), 1000);
     }
 }
 
 #[test]
 fn one_source_and_any_fault_when_fences_complete() {
-    complete(&Setup { sources: 1, ..Setup::new(Family::WritesFenced, 1) }, 50_000);
+    complete(&Setup { sources: 1, ..Setup::new(Family::WritesFenced, 1) }, 10_000);
 }
 
 #[test]
-fn one_source_and_a_fault_when_no_fence_is_possible() {
-    // Any fault takes 635,472 states: `make model` walks those.
-    let kinds = vec![FaultKind::Cancel, FaultKind::Timeout, FaultKind::LostSession];
-    complete(&Setup { sources: 1, kinds, ..Setup::new(Family::WritesUnfenced, 1) }, 5_000);
+fn one_source_and_any_fault_when_no_fence_is_possible() {
+    complete(&Setup { sources: 1, ..Setup::new(Family::WritesUnfenced, 1) }, 10_000);
 }
 
 #[test]
 fn one_source_and_any_fault_when_the_receiver_copies() {
-    complete(&Setup { sources: 1, ..Setup::new(Family::Copies, 1) }, 50_000);
+    complete(&Setup { sources: 1, ..Setup::new(Family::Copies, 1) }, 10_000);
 }
 
 #[test]
 fn two_sources_and_a_cancel() {
-    for family in [Family::WritesFenced, Family::WritesUnfenced] {
-        complete(&Setup { kinds: vec![FaultKind::Cancel], ..Setup::new(family, 1) }, 30_000);
+    for family in Family::ALL {
+        complete(&Setup { kinds: vec![FaultKind::Cancel], ..Setup::new(family, 1) }, 5_000);
     }
 }
 

@@ -207,6 +207,48 @@ impl Link {
         self.outbox.iter().flatten()
     }
 
+    /// For a checker: whether [`Link::forget_received`] would forget anything.
+    pub(crate) fn remembers_received(&self, received: u64) -> bool {
+        let many = usize::try_from(received.saturating_sub(self.acked)).unwrap_or(usize::MAX);
+        self.outbox.iter().take(many).flatten().any(|msg| *msg != Msg::Ack(0))
+    }
+
+    /// For a checker: what the messages up to `received` said is forgotten, since the peer has them.
+    pub(crate) fn forget_received(&mut self, received: u64) -> bool {
+        let many = usize::try_from(received.saturating_sub(self.acked)).unwrap_or(usize::MAX);
+        let mut any = false;
+        for msg in self.outbox.iter_mut().take(many).flatten().filter(|msg| **msg != Msg::Ack(0)) {
+            *msg = Msg::Ack(0);
+            any = true;
+        }
+        any
+    }
+
+    /// For a checker: up to which number messages may be dropped for good, if the peer has received all up to
+    /// `received`: it is never resumed from before there.
+    pub(crate) fn settled(&self, received: u64) -> u64 {
+        received.saturating_sub(1).min(self.handed)
+    }
+
+    /// For a checker: numbers begin again `sent` later for what we send, and `received` later for what we receive. What
+    /// is dropped was received; that something is unacknowledged is kept.
+    pub(crate) fn renumber(&mut self, sent: u64, received: u64) {
+        let mut unacknowledged = false;
+        while self.acked < sent {
+            self.acked += 1;
+            unacknowledged |= self.outbox.pop_front().flatten().is_some();
+        }
+        if unacknowledged && let Some(slot) = self.outbox.front_mut() {
+            *slot = Some(Msg::Ack(0));
+        }
+        for n in [&mut self.acked, &mut self.handed, &mut self.ever_handed, &mut self.enqueued] {
+            *n = n.saturating_sub(sent);
+        }
+        for n in [&mut self.received, &mut self.ack_sent] {
+            *n = n.saturating_sub(received);
+        }
+    }
+
     /// The peer has everything up to `number`.
     ///
     /// # Errors

@@ -152,7 +152,7 @@ fn a_peer_that_was_given_up_hears_later_which_rooms_failed() {
     s.order(|n, now| n.handle_fenced(now, a, Err(why(ReasonKind::FabricError))));
     s.order(|n, now| n.handle_expect(now, expect(3, &[2], (0, 4))));
     assert_eq!((s.endings(99), s.endings(2), s.endings(3)), ((1, 0), (1, 1), (1, 1)));
-    s.up(10, Direction::WeGrant, None, (0, 1));
+    s.up(10, Direction::WeGrant, Some(Mover::Sender), (0, 1));
     assert_eq!(s.endings(99), (1, 1), "its answer");
     assert_eq!(told(&s, a), [2, 3, 99], "before the fabric reaches it again");
 }

@@ -178,6 +178,8 @@ impl World {
         let r = p.to_expect.trailing_zeros() as usize;
         p.to_expect &= p.to_expect - 1;
         p.rooms[r].ordered = true;
+        // Bytes of the last room are not this one's: to it they are as good as none.
+        p.cells = [[EMPTY; 2]; 2];
         p.node.handle_expect(NOW, expect(r));
     }
 

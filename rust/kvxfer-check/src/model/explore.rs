@@ -5,7 +5,7 @@ use super::steps::Step;
 use super::world::{Setup, World};
 use super::{Property, Violation};
 use kvxfer_proto::LayoutError;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -85,6 +85,8 @@ pub struct Report {
     pub transitions: u64,
     /// States in which nothing happens any more.
     pub ends: u64,
+    /// How the rooms stood in those, and which processes: each way once.
+    pub outcomes: BTreeSet<String>,
     /// States by faults that had happened.
     pub by_faults: Vec<u64>,
     /// Steps on the longest path that was walked.
@@ -98,13 +100,14 @@ pub struct Report {
 struct Level {
     world: World,
     print: u128,
-    steps: Vec<Step>,
+    /// With the states after them where those are known.
+    steps: Vec<(Step, Option<World>)>,
     next: usize,
 }
 
 impl Level {
     fn new(world: World, print: u128) -> Self {
-        let steps = world.steps();
+        let steps = world.steps_to_walk();
         Self { world, print, steps, next: 0 }
     }
 }
@@ -127,6 +130,7 @@ pub fn explore(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
         states: 1,
         transitions: 0,
         ends: 0,
+        outcomes: BTreeSet::new(),
         by_faults: vec![0; usize::from(setup.faults) + 1],
         deepest: 0,
         took: Duration::ZERO,
@@ -140,21 +144,22 @@ pub fn explore(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
     while let Some(level) = path.last_mut() {
         if level.next == 0 {
             report.by_faults[usize::from(setup.faults - level.world.faults_left)] += 1;
-            if level.world.is_end(&level.steps) {
+            if level.world.is_end(level.steps.iter().map(|(s, _)| s)) {
                 report.ends += 1;
+                report.outcomes.insert(level.world.outcome());
                 wrong = level.world.check_end();
             }
         }
         if wrong.is_some() || report.states >= limit {
             break;
         }
-        let Some(step) = level.steps.get(level.next) else {
+        let Some((step, ready)) = level.steps.get_mut(level.next) else {
             on_path.remove(&level.print);
             path.pop();
             continue;
         };
         level.next += 1;
-        let Some(next) = level.world.after(step) else { continue };
+        let Some(next) = ready.take().or_else(|| level.world.after(step)) else { continue };
         report.transitions += 1;
         if next.violation.is_some() {
             wrong = next.violation;
@@ -182,7 +187,8 @@ pub fn explore(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
     report.took = began.elapsed();
     report.complete = path.is_empty() && wrong.is_none();
     report.found = wrong.map(|violation| {
-        let steps = path.iter().filter_map(|l| l.steps.get(l.next.checked_sub(1)?).cloned()).collect();
+        let steps =
+            path.iter().filter_map(|l| Some(l.steps.get(l.next.checked_sub(1)?)?.0.clone())).collect();
         Counterexample { setup: setup.clone(), steps, violation }
     });
     Ok(report)
@@ -204,6 +210,7 @@ pub fn shortest(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
         states: 1,
         transitions: 0,
         ends: 0,
+        outcomes: BTreeSet::new(),
         by_faults: vec![0; usize::from(setup.faults) + 1],
         deepest: 0,
         took: Duration::ZERO,
@@ -216,6 +223,7 @@ pub fn shortest(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
         let steps = world.steps();
         if world.is_end(&steps) {
             report.ends += 1;
+            report.outcomes.insert(world.outcome());
             if let Some(v) = world.check_end() {
                 wrong = Some((me, None, v));
                 break;

@@ -22,15 +22,19 @@
 //! before the next one is made, and a source that closes its endpoint is not dialled meanwhile.
 //!
 //! **Reduction.** While no fault has told the sources apart, the first one that does hits the first source: every other
-//! path is one of these with the sources exchanged. [`Setup::prompt`] is not a reduction but a smaller set of paths.
+//! path is one of these with the sources exchanged. States with one future are made one, and steps of a source that
+//! nobody else can see or disturb are walked in one order (`canon.rs`, `reduce.rs`); [`Setup::reduced`] turns both off,
+//! and `tests/model_reduction.rs` walks small worlds both ways. [`Setup::prompt`] is not a reduction but a smaller set of paths.
 //!
 //! States are remembered as 128-bit fingerprints. [`explore`] walks depth first without a bound; a path that comes back
 //! to itself, or counts up for ever, is reported ([`Property::EveryPathEnds`]). [`shortest`] walks breadth first, for
 //! short counterexamples; [`walk`] walks random paths with more faults, by seed.
 
+mod canon;
 mod driver;
 mod explore;
 mod fp;
+mod reduce;
 mod staging;
 mod steps;
 mod world;

@@ -60,7 +60,7 @@ impl Step {
     }
 
     /// The process that takes this step.
-    fn actor(&self) -> Option<usize> {
+    pub(crate) fn actor(&self) -> Option<usize> {
         match self {
             Self::Push(at, _)
             | Self::Read(at, _)
@@ -140,8 +140,8 @@ impl World {
 
     /// Whether nothing will happen any more, unless a stopped process is continued.
     #[must_use]
-    pub fn is_end(&self, steps: &[Step]) -> bool {
-        steps.iter().all(|s| s.fault().is_some() || self.is_optional(s))
+    pub fn is_end<'a>(&self, steps: impl IntoIterator<Item = &'a Step>) -> bool {
+        steps.into_iter().all(|s| s.fault().is_some() || self.is_optional(s))
     }
 
     fn can_land(&self, w: &Write) -> bool {
@@ -367,6 +367,7 @@ impl World {
                 let i = self.writes.iter().position(|w| *w == flight.0)?;
                 self.land(i);
                 touched[D] = true;
+                touched[address(flight.0.from)] = true;
             }
             Step::Copy(id) => {
                 self.copy(*id);
@@ -442,6 +443,24 @@ impl World {
     #[must_use]
     pub fn check_end(&self) -> Option<Violation> {
         self.left_over().filter(|v| self.setup.checks(v.property))
+    }
+
+    /// How every room stands at every process, and how the process does, in short.
+    pub(crate) fn outcome(&self) -> String {
+        let of = |at: usize| {
+            let p = &self.procs[at];
+            let rooms = p.rooms.map(|s| {
+                let end = match (s.success, s.failed) {
+                    (0, 0) => "open",
+                    (0, _) => "failed",
+                    _ => "success",
+                };
+                format!("{end}/{}", s.released)
+            });
+            let stopped = if p.stopped { " stopped" } else { "" };
+            format!("{} {}{stopped}", self.name(at), rooms.join(" "))
+        };
+        self.setup.addresses().map(of).collect::<Vec<_>>().join(", ")
     }
 
     fn left_over(&self) -> Option<Violation> {

@@ -120,6 +120,8 @@ pub struct Setup {
     pub sources: usize,
     /// A rule that the machines break.
     pub flaw: Option<Flaw>,
+    /// Steps that need not be walked in every order are not; only [`super::explore`] looks at it.
+    pub reduced: bool,
     /// Only this property is checked; all if `None`.
     pub only: Option<super::Property>,
 }
@@ -134,6 +136,7 @@ impl Setup {
             kinds: FaultKind::ALL.to_vec(),
             pieces: 1,
             prompt: false,
+            reduced: true,
             sources: 2,
             flaw: None,
             only: None,
@@ -406,6 +409,14 @@ pub(crate) fn cancelled() -> Reason {
     Reason::new(ReasonKind::Cancelled, "given up")
 }
 
+/// The way that the other side grants.
+pub(crate) fn back(direction: Direction) -> Direction {
+    match direction {
+        Direction::WeGrant => Direction::TheyGrant,
+        Direction::TheyGrant => Direction::WeGrant,
+    }
+}
+
 impl Proc {
     pub(crate) fn new(setup: &Setup, at: usize, life: u8) -> Result<Self, LayoutError> {
         let cfg = Config { flaw: setup.flaw, ..Config::default() };
@@ -484,13 +495,10 @@ impl World {
             .collect()
     }
 
-    /// The state as a number, and what takes no part in the future removed.
-    pub(crate) fn tidy(&mut self, touched: [bool; 3]) {
-        for (at, touched) in touched.into_iter().enumerate() {
-            if touched {
-                self.proc(at).node.forget_statistics();
-                self.prints[at] = Fp::of(&*self.procs[at]);
-            }
+    /// What takes no part in the future is removed, and processes that may have changed get new fingerprints.
+    pub(crate) fn tidy(&mut self, mut touched: [bool; 3]) {
+        if self.setup.reduced {
+            self.canonicalise(&mut touched);
         }
         self.conns.retain(|c| c.ends.iter().any(|e| e.state != EndState::Closed));
         self.conns.sort_by_key(|c| (c.who, c.session, c.serial));
@@ -499,6 +507,15 @@ impl World {
         writes.retain(|w| !w.loose || self.alive(w.to).is_some());
         writes.sort_unstable();
         self.writes = writes;
+        for (at, touched) in touched.into_iter().enumerate() {
+            if touched {
+                self.proc(at).node.forget_statistics();
+                if self.setup.reduced {
+                    self.canonicalise_proc(at);
+                }
+                self.prints[at] = Fp::of(&*self.procs[at]);
+            }
+        }
     }
 
     /// A number that states share only if they are the same.

@@ -4,6 +4,8 @@
 //! stop jump: so any pending timer may run out before any other. A checker keeps `now` at one value and says which
 //! timer has run out.
 
+use super::inbound::Inbound;
+use super::outbound::Outbound;
 use super::{Counters, Node, PeerKey, Timer};
 use crate::ids::{Room, Time};
 
@@ -63,7 +65,9 @@ impl Node {
         }
     }
 
-    /// Sets every statistic back to zero: states that differ in nothing else are one.
+    /// Forgets what this node will never decide by while a checker says which timer runs out and no limit is reached:
+    /// statistics, every time and deadline ([`Node::run_out`] takes them for past), and which of the remembered rooms
+    /// ended first. States that differ in nothing else are one.
     pub fn forget_statistics(&mut self) {
         self.counters = Counters::default();
         for progress in self
@@ -74,5 +78,62 @@ impl Node {
         {
             progress.forget_stats();
         }
+        for peer in self.peers.values_mut() {
+            peer.last_heard = Time(0);
+            peer.lost_since = peer.lost_since.map(|_| Time(0));
+        }
+        self.timers.forget_times();
+        self.tombs.forget_order();
+    }
+
+    /// Numbers above both of these are given to deliveries anew: `elsewhere`, the highest that the driver still knows,
+    /// and the highest that this node does. A number is nothing but a name.
+    pub fn reuse_delivery_numbers(&mut self, elsewhere: u64) {
+        let rooms = self.inbound.values().map(Inbound::highest_delivery);
+        let rooms = rooms.chain(self.outbound.values().map(Outbound::highest_delivery));
+        let known = self.deliveries.keys().map(|id| id.0).chain(rooms).max().unwrap_or(0);
+        self.next_delivery = known.max(elsewhere);
+    }
+
+    /// The peer of this link has everything up to `received`, so no message up to there is looked at again: what each
+    /// of them said is forgotten, and that it is unacknowledged is not. With `u64::MAX`, of a peer that is dead, nothing
+    /// is delivered ever.
+    ///
+    /// Says whether there was anything to forget.
+    pub fn forget_received(&mut self, key: PeerKey, received: u64) -> bool {
+        self.peers.get_mut(&key).is_some_and(|p| p.link.forget_received(received))
+    }
+
+    /// Whether [`Node::forget_received`] would forget anything.
+    #[must_use]
+    pub fn remembers_received(&self, key: PeerKey, received: u64) -> bool {
+        self.peers.get(&key).is_some_and(|p| p.link.remembers_received(received))
+    }
+
+    /// How many of the first numbers of the link to this peer nobody will name again, if the peer has received all up
+    /// to `received`.
+    #[must_use]
+    pub fn settled_numbers(&self, key: PeerKey, received: u64) -> u64 {
+        self.peers.get(&key).map_or(0, |p| p.link.settled(received))
+    }
+
+    /// Takes so many numbers off the link with this peer, in either direction. The caller does the same on the other
+    /// side, and to what is on its way.
+    pub fn renumber(&mut self, key: PeerKey, sent: u64, received: u64) {
+        if let Some(peer) = self.peers.get_mut(&key) {
+            peer.link.renumber(sent, received);
+            self.renumber_grants(key, sent);
+        }
+    }
+
+    /// Whether anything was ever sent to this peer, or received from it, since its link last started afresh.
+    #[must_use]
+    pub fn was_used(&self, key: PeerKey) -> bool {
+        self.peers.get(&key).is_some_and(|p| p.link.was_used())
+    }
+
+    /// Every peer that is known.
+    pub fn peer_keys(&self) -> impl Iterator<Item = PeerKey> {
+        self.peers.keys().copied()
     }
 }

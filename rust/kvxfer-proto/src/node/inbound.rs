@@ -108,6 +108,15 @@ impl Inbound {
         u64::try_from((patience.bootstrap + patience.waiting).as_micros()).unwrap_or(u64::MAX)
     }
 
+    /// The highest number of a delivery that is known here, for checkers.
+    pub(super) fn highest_delivery(&self) -> u64 {
+        let of = |g: &InGrant| {
+            let ids = g.copies.values().chain(&g.stopping).chain(&g.checking);
+            ids.map(|id| id.0).max().unwrap_or(0)
+        };
+        self.grants.values().map(of).max().unwrap_or(0)
+    }
+
     fn page_count(&self) -> u64 {
         self.pages.iter().map(|l| l.len() as u64).sum()
     }

@@ -120,6 +120,15 @@ impl Outbound {
         self.pushes.values().flat_map(|p| p.order.pages.iter().cloned()).collect()
     }
 
+    /// The highest number of a delivery that is known here, for checkers.
+    pub(super) fn highest_delivery(&self) -> u64 {
+        let ids = self.dests.values().flat_map(|d| d.parts.values()).filter_map(|p| match p {
+            Part::Writing(id) | Part::Summing { id, .. } => Some(id.0),
+            _ => None,
+        });
+        ids.max().unwrap_or(0)
+    }
+
     fn end_token(&self) -> u64 {
         self.pushes.values().filter(|p| !p.retracted).map(|p| p.order.tokens.1).max().unwrap_or(0)
     }

@@ -57,5 +57,7 @@ impl Progress {
 
     pub(super) fn forget_stats(&mut self) {
         self.stats = RoomStats::default();
+        self.since = Time(0);
+        self.patience.at = Time(0);
     }
 }

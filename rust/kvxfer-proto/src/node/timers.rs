@@ -49,6 +49,14 @@ impl Timers {
         self.at.keys().copied()
     }
 
+    /// Which timers are set stays; for when is forgotten.
+    pub(super) fn forget_times(&mut self) {
+        if self.at.values().any(|at| at.0 != 0) {
+            self.at.values_mut().for_each(|at| *at = Time(0));
+            self.by_time = self.at.keys().map(|t| (Time(0), *t)).collect();
+        }
+    }
+
     /// Takes a timer that is due.
     pub(super) fn pop_due(&mut self, now: Time) -> Option<Timer> {
         let &(at, timer) = self.by_time.first().filter(|(at, _)| *at <= now)?;

@@ -265,6 +265,13 @@ impl Node {
         }
     }
 
+    /// For checkers: so many numbers were taken off what the link of this peer sends.
+    pub(in crate::node) fn renumber_grants(&mut self, key: PeerKey, sent: u64) {
+        for g in self.inbound.values_mut().filter_map(|r| r.grants.get_mut(&key)) {
+            g.number = g.number.saturating_sub(sent);
+        }
+    }
+
     /// Rooms of which the peer never heard are expected of whoever answers in its place.
     pub(in crate::node) fn retry_unheard_rooms(&mut self, now: Time, key: PeerKey) {
         let rooms: Vec<Room> = self
