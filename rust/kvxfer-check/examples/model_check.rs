@@ -89,7 +89,7 @@ fn parse() -> Result<Args, String> {
             "--prompt" => like.prompt = true,
             "--faults" => like.faults = u8::try_from(number(value()?)?).map_err(|e| e.to_string())?,
             "--pieces" => {
-                like.pieces = u8::try_from(number(value()?)?.clamp(1, 2)).map_err(|e| e.to_string())?
+                like.pieces = u8::try_from(number(value()?)?.clamp(1, 2)).map_err(|e| e.to_string())?;
             }
             "--sources" => like.sources = if number(value()?)? == 1 { 1 } else { 2 },
             "--family" => {
@@ -228,6 +228,8 @@ fn main() -> ExitCode {
     std::thread::scope(|s| {
         for _ in 0..threads {
             s.spawn(|| {
+                // `while let` would hold the lock for the whole of its body.
+                #[allow(clippy::while_let_loop)]
                 loop {
                     let Some(job) = queue.lock().ok().and_then(|mut q| q.next()) else { break };
                     match explore(&job.setup, args.limit) {

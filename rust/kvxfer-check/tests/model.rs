@@ -1,4 +1,5 @@
 //! Every interleaving of worlds that are small enough for each test run; `make model` walks the larger ones.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
 use kvxfer_check::model::{Family, FaultKind, Setup, explore, explore_staging, walk};
 

@@ -1,4 +1,5 @@
 //! Each rule of the contract, broken on purpose, is caught: else the checker would prove nothing.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
 use kvxfer_check::model::{
     Family, FaultKind, Property, Setup, Violation, explore, explore_staging, shortest,

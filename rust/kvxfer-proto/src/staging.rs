@@ -579,15 +579,16 @@ mod tests {
             let mut failed = std::collections::BTreeSet::new();
             for (op, p, r, slot) in ops {
                 let l = lease(p, r, 1);
-                let c = &mut credits[p as usize];
+                let c = &mut credits[usize::from(p != 0)];
                 match op {
                     0 | 1 if !failed.contains(&r) => for run in ring.lend(l, slot) {
                         c.grant(l.room, l.seq, run).unwrap();
                     },
                     2 => { c.take(l.room, l.seq, 8).unwrap(); }
-                    3 => if c.written(l.room, slot) == Ok(true) {
-                        ring.landed(l, slot, 8).unwrap();
-                    },
+                    3 => {
+                        let whole = c.written(l.room, slot) == Ok(true);
+                        if whole { ring.landed(l, slot, 8).unwrap(); }
+                    }
                     4 => { let _ = c.stopped(l.room, slot); }
                     5 => { let _ = ring.unpack(l, slot); }
                     6 => { let _ = ring.unpacked(l, slot); }

@@ -321,7 +321,10 @@ fn our_own_cancel_is_forgotten_at_no_peers_word() {
 
 #[test]
 fn a_source_cannot_offer_more_pages_than_its_piece_has() {
-    for (lists, fits) in [(ids(&[1, 2]), true), (ids(&[1, 2, 3]), false), (Vec::new(), false)] {
+    // Four tokens: pages of one token each, and one more.
+    for (lists, fits) in
+        [(ids(&[1, 2, 3, 4, 5]), true), (ids(&[1, 2, 3, 4, 5, 6]), false), (Vec::new(), false)]
+    {
         let mut s = Solo::decode(&[10]);
         let a = s.source_up(10, Mover::Receiver);
         let offer = Ready {

@@ -7,18 +7,16 @@ use kvxfer_proto::{Reason, ReasonKind, SessionNo};
 use sim::rooms::{PAGES, side};
 use sim::solo::{Solo, ready};
 
-/// A session was lost before its `Attached` came, so the source is attached and we are not: its `Ready` may come first
-/// on the next session. It is neither a breach nor copied before the fabric is there.
+/// No grant leaves before the fabric is there, so a source that answers one speaks of what it cannot know.
 #[test]
-fn a_ready_ahead_of_the_answer_to_attach_waits_for_it() {
+fn a_ready_for_a_grant_that_was_never_sent_is_a_breach_and_copies_nothing() {
     let mut s = Solo::decode(&[10]);
     let key = s.up(10, Direction::WeGrant, None, (0, 0));
     assert_eq!(s.last_number(key), 0, "no grant before the fabric is there");
-    s.recv(key, ready(99, 1, 1, &[3])).unwrap();
-    assert!(s.delivers.is_empty(), "nothing can be read yet");
-    assert_eq!(s.endings(99), (0, 0), "and nothing has failed");
-    s.order(|n, now| n.handle_attached(now, key, Mover::Receiver));
-    assert_eq!(s.delivers.len(), 1, "now it is copied, once");
+    let refused = s.recv(key, ready(99, 1, 1, &[3])).unwrap_err();
+    assert_eq!(refused.kind, ReasonKind::ProtocolError);
+    assert!(s.delivers.is_empty(), "nothing is read");
+    assert_eq!(s.endings(99), (0, 0), "and nothing has failed: the next session goes on");
 }
 
 /// A session that was refused has used its number up: the end of its connection, which comes later, is not that of

@@ -153,10 +153,9 @@ impl World {
                     let own = self.procs[at].node.link_state(key).1;
                     // A peer that has started afresh voids what was said to it; of one that is yet to, all is said again.
                     match generation.cmp(&own) {
-                        Ordering::Less => continue,
                         Ordering::Equal => received,
                         Ordering::Greater if self.procs[at].node.was_used(key) => u64::MAX,
-                        Ordering::Greater => continue,
+                        Ordering::Less | Ordering::Greater => continue,
                     }
                 }
             };

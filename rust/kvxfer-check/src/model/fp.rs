@@ -105,7 +105,7 @@ mod tests {
         for n in 0u64..1_000_000 {
             let fp = Fp::of(&(n % 1000, vec![n / 1000], [0u8; 3]));
             high.insert((fp >> 64) as u64);
-            low.insert(fp as u64);
+            low.insert(u64::try_from(fp & u128::from(u64::MAX)).unwrap());
         }
         assert_eq!((high.len(), low.len()), (1_000_000, 1_000_000));
     }

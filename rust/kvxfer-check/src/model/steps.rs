@@ -78,9 +78,8 @@ impl Step {
     /// The source that this step tells apart from the other one.
     fn singles_out(&self) -> Option<usize> {
         let at = match self {
-            Self::Cancel(at, _) | Self::Restart(at) | Self::Stop(at) => *at,
             Self::RunOut(D, Wait::Peer(key)) => address(key.incarnation),
-            Self::RunOut(at, _) => *at,
+            Self::Cancel(at, _) | Self::Restart(at) | Self::Stop(at) | Self::RunOut(at, _) => *at,
             Self::Cut((who, _)) => address(who[1]),
             _ => return None,
         };
@@ -253,8 +252,11 @@ impl World {
                     }
                     Wait::Peer(key) => node.wants_session(key),
                 };
-                if runs_out {
-                    out.push(Step::Elapse(at, wait));
+                let step = Step::Elapse(at, wait);
+                // A look at the clock that finds nothing to do is set again, and that is all: time passes for others.
+                let changes = |next: Self| next.fingerprint() != self.fingerprint();
+                if runs_out && self.after(&step).is_some_and(changes) {
+                    out.push(step);
                 }
             }
         }
