@@ -53,8 +53,8 @@ class Agent(_kvxfer.Agent):
       `KVXFER_SECRET_FILE`, else from `KVXFER_SECRET`.
     * `tls` is a `Tls` with the paths of certificates, also on both sides; None takes them from
       `KVXFER_TLS_CERT`, `KVXFER_TLS_KEY` and `KVXFER_TLS_CA`. `insecure=True` listens on any address, and
-      speaks to agents on other hosts, with neither; it warns, since whoever reaches the port can then read and
-      write the pages. `limits` is a `Limits`: what others may use up.
+      speaks to agents on other hosts, with neither; it warns, since whoever reaches the port can then read
+      and write the pages. `limits` is a `Limits`: what others may use up.
     * `cpu` pins the transfer thread to a core; it spins `spin_us` microseconds before it sleeps;
       `queue_capacity` orders may wait for it; `slice_bytes` is how much it moves for one room before the next
       one has its turn.

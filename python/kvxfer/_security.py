@@ -10,7 +10,6 @@ from pathlib import Path
 
 from kvxfer.errors import BadArgument
 
-
 # An honest peer's frames must pass; the engine checks the same.
 _LEAST_FRAME_BYTES = 64 << 10
 
@@ -102,8 +101,8 @@ class Limits:
                 raise BadArgument(f"{field.name}={value!r}: it is at least 1 and below 2**32")
         if self.frame_bytes < _LEAST_FRAME_BYTES:
             raise BadArgument(
-                f"frame_bytes={self.frame_bytes!r}: it is at least {_LEAST_FRAME_BYTES}, and more than 4 bytes for "
-                "each page of the longest room"
+                f"frame_bytes={self.frame_bytes!r}: it is at least {_LEAST_FRAME_BYTES}, and more than 4 "
+                "bytes for each page of the longest room"
             )
 
 
