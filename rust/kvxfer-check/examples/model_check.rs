@@ -9,7 +9,10 @@
 //! world has fewer states than it must have.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
-use kvxfer_check::model::{Family, FaultKind, Report, Setup, explore, explore_staging, walk};
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+use kvxfer_check::model::{Family, FaultKind, Report, Setup, explore_and_tell, explore_staging, walk};
 use kvxfer_proto::node::Flaw;
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -35,8 +38,7 @@ struct Job {
 impl Job {
     fn name(&self) -> String {
         let s = &self.setup;
-        let pace = if s.prompt { ", the second prompt" } else { "" };
-        let sources = if s.sources == 1 { "1 source".to_owned() } else { format!("2 sources{pace}") };
+        let sources = if s.sources == 1 { "1 source" } else { "2 sources" };
         let kinds: Vec<&str> = s.kinds.iter().map(|k| k.name()).collect();
         let kinds = if s.kinds.len() == FaultKind::ALL.len() { "any".to_owned() } else { kinds.join(" or ") };
         let plural = if s.faults == 1 { "" } else { "s" };
@@ -86,7 +88,7 @@ fn parse() -> Result<Args, String> {
             "--walks" => walks = number(value()?)?,
             "--limit" => limit = number(value()?)?,
             "--whole" => like.reduced = false,
-            "--prompt" => like.prompt = true,
+            "--in-order" => like.in_order = true,
             "--faults" => like.faults = u8::try_from(number(value()?)?).map_err(|e| e.to_string())?,
             "--pieces" => {
                 like.pieces = u8::try_from(number(value()?)?.clamp(1, 2)).map_err(|e| e.to_string())?;
@@ -232,7 +234,12 @@ fn main() -> ExitCode {
                 #[allow(clippy::while_let_loop)]
                 loop {
                     let Some(job) = queue.lock().ok().and_then(|mut q| q.next()) else { break };
-                    match explore(&job.setup, args.limit) {
+                    let progress = |r: &Report| {
+                        if !args.json {
+                            eprintln!("  {}: {} M states, {:.0} s", job.name(), r.states / 1_000_000, r.took.as_secs_f64());
+                        }
+                    };
+                    match explore_and_tell(&job.setup, args.limit, progress) {
                         Ok(r) => {
                             let ok = r.complete && r.states >= job.at_least;
                             show(args.json, &job.name(), &r, ok);

@@ -4,7 +4,7 @@
 //! nothing and that nobody sees. [`super::Setup::reduced`] turns them off, with the orders that `reduce.rs` leaves out;
 //! tests walk small worlds both ways.
 
-use super::world::{D, EMPTY, EndState, Item, World, back};
+use super::world::{D, EMPTY, EndState, FaultKind, Item, World, back};
 use kvxfer_proto::Incarnation;
 use kvxfer_proto::msg::Msg;
 use kvxfer_proto::node::{DeliveryId, Direction, Flaw, PeerKey};
@@ -33,7 +33,9 @@ impl World {
             for at in self.setup.clone().addresses().filter(|at| *at != D) {
                 let d = PeerKey { incarnation: self.me(D), direction: Direction::TheyGrant };
                 let s = PeerKey { incarnation: self.me(at), direction: Direction::WeGrant };
-                let changed = self.renumber((D, s), (at, d)) | self.renumber((at, d), (D, s));
+                let changed = self.renumber((D, s), (at, d))
+                    | self.renumber((at, d), (D, s))
+                    | self.renumber_pair(at);
                 touched[at] |= changed;
                 touched[D] |= changed;
             }
@@ -44,12 +46,133 @@ impl World {
         }
     }
 
+    /// Sessions, generations and endpoints of a source and the destination are numbered by the order of those that
+    /// anybody can still name. Says whether anything changed.
+    fn renumber_pair(&mut self, at: usize) -> bool {
+        let (me, d) = (self.me(at), self.me(D));
+        let s = PeerKey { incarnation: me, direction: Direction::WeGrant };
+        let d_key = PeerKey { incarnation: d, direction: Direction::TheyGrant };
+        self.renumber_sessions(at, s, d_key)
+            | self.renumber_generations(at, s, d_key)
+            | self.rename_endpoints(at, s, d_key)
+    }
+
+    fn renumber_sessions(&mut self, at: usize, s: PeerKey, d: PeerKey) -> bool {
+        let who = [d.incarnation, s.incarnation];
+        let (ours, theirs) = (&self.procs[D].node, &self.procs[at].node);
+        let named = self.conns.iter().filter(|c| c.who == who).map(|c| c.session);
+        let named = named.chain(ours.session_of(s)).chain(theirs.session_of(d)).map(|n| n.0).min();
+        let off = named.unwrap_or(ours.last_session(s).0 + 1).saturating_sub(1);
+        if off == 0 {
+            return false;
+        }
+        for c in self.conns.iter_mut().filter(|c| c.who == who) {
+            let c = Arc::make_mut(c);
+            c.session.0 -= off;
+            for item in c.ends.iter_mut().flat_map(|e| &mut e.inbox) {
+                if let Item::Frame(f) = item {
+                    let f = Arc::make_mut(f);
+                    f.session.0 = f.session.0.saturating_sub(off);
+                }
+            }
+        }
+        self.proc(D).node.renumber_sessions(s, off);
+        self.proc(at).node.renumber_sessions(d, off);
+        true
+    }
+
+    fn renumber_generations(&mut self, at: usize, s: PeerKey, d: PeerKey) -> bool {
+        let who = [d.incarnation, s.incarnation];
+        let (ours, theirs) = (&self.procs[D].node, &self.procs[at].node);
+        if [ours.is_fencing(s), ours.is_unfenceable(s), theirs.is_fencing(d), theirs.is_unfenceable(d)] != [false; 4] {
+            return false;
+        }
+        let mut off = ours.link_state(s).1.min(theirs.link_state(d).1);
+        for c in self.conns.iter().filter(|c| c.who == who) {
+            // The destination describes itself when it takes the session up.
+            if !c.ends[1].established {
+                off = off.min(c.ends[1].own_generation);
+            }
+            for e in &c.ends {
+                for item in &e.inbox {
+                    if let Item::Describe { generation, .. } = item {
+                        off = off.min(*generation);
+                    }
+                }
+            }
+        }
+        if off == 0 {
+            return false;
+        }
+        for c in self.conns.iter_mut().filter(|c| c.who == who) {
+            for e in &mut Arc::make_mut(c).ends {
+                e.own_generation = e.own_generation.saturating_sub(off);
+                for item in &mut e.inbox {
+                    if let Item::Describe { generation, .. } = item {
+                        *generation -= off;
+                    }
+                }
+            }
+        }
+        self.proc(D).node.renumber_generations(s, off);
+        self.proc(at).node.renumber_generations(d, off);
+        true
+    }
+
+    fn rename_endpoints(&mut self, at: usize, s: PeerKey, d: PeerKey) -> bool {
+        let mut named: Vec<u8> = self.endpoints_named(at, s, d).collect();
+        named.sort_unstable();
+        named.dedup();
+        if named.iter().zip(1..).all(|(n, i)| *n == i) {
+            return false;
+        }
+        let name = |n: &mut u8| {
+            if let Some(i) = named.iter().position(|m| m == n) {
+                *n = u8::try_from(i + 1).unwrap_or(u8::MAX);
+            }
+        };
+        let who = [d.incarnation, s.incarnation];
+        for c in self.conns.iter_mut().filter(|c| c.who == who) {
+            for item in Arc::make_mut(c).ends.iter_mut().flat_map(|e| &mut e.inbox) {
+                if let Item::Attach(n) = item {
+                    name(n);
+                }
+            }
+        }
+        self.writes.iter_mut().filter(|w| (w.from, w.to) == (s.incarnation, d.incarnation)).for_each(|w| name(&mut w.ep));
+        for (at, key) in [(D, s), (at, d)] {
+            let p = self.proc(at);
+            p.eps.get_mut(&key).into_iter().chain(p.fencing.get_mut(&key)).for_each(name);
+        }
+        true
+    }
+
+    /// Every name of an endpoint between a source and the destination that is still to be found.
+    pub(crate) fn endpoints_named(&self, at: usize, s: PeerKey, d: PeerKey) -> impl Iterator<Item = u8> {
+        let who = [d.incarnation, s.incarnation];
+        let told = self.conns.iter().filter(move |c| c.who == who).flat_map(|c| &c.ends).flat_map(|e| &e.inbox);
+        let told = told.filter_map(|item| if let Item::Attach(n) = item { Some(*n) } else { None });
+        let written = self.writes.iter().filter(move |w| (w.from, w.to) == (s.incarnation, d.incarnation)).map(|w| w.ep);
+        let (ours, theirs) = (&self.procs[D], &self.procs[at]);
+        let held = [ours.eps.get(&s), ours.fencing.get(&s), theirs.eps.get(&d), theirs.fencing.get(&d)];
+        told.chain(written).chain(held.into_iter().flatten().copied())
+    }
+
     pub(crate) fn canonicalise_proc(&mut self, at: usize) {
         let me = self.me(at);
         let written = self.writes.iter().filter(|w| w.from == me).map(|w| w.id.0).max();
+        let forgets = self.faults_left > 0 && self.setup.kinds.contains(&FaultKind::Timeout);
+        // Of a dead peer that was forgotten nothing can come any more.
+        let ghosts = self.conns.iter().any(|c| c.who.contains(&me) && c.who.iter().any(|w| self.alive(*w).is_none()));
         let p = self.proc(at);
         let known = p.running.keys().next_back().map(|id| id.0).max(written).unwrap_or(0);
         p.node.reuse_delivery_numbers(known);
+        if !p.forgot_living && !ghosts {
+            p.node.forget_generations();
+            if !forgets {
+                p.node.forget_own_generations();
+            }
+        }
         if !p.rooms.iter().any(|s| s.ordered && s.released == 0) {
             // The next room's bytes have to come anew.
             p.cells = [[EMPTY; 2]; 2];

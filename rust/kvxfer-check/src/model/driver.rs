@@ -35,6 +35,10 @@ impl World {
     }
 
     pub(crate) fn carry_out(&mut self, at: usize) {
+        if self.procs[at].node.counters().protocol_errors > 0 {
+            let text = format!("{} accuses its peer of breaking the protocol", self.name(at));
+            self.violate(Property::HonestPeersKeepTheProtocol, text);
+        }
         while let Some(action) = self.proc(at).node.poll_action() {
             match action {
                 Action::Event(event) => self.event(at, &event),
@@ -51,7 +55,9 @@ impl World {
                 Action::Abort(id) => self.abort(at, id),
                 Action::Fence(key) => self.fence(at, key),
                 Action::Forget(key) => {
+                    let living = self.alive(key.incarnation).is_some();
                     let p = self.proc(at);
+                    p.forgot_living |= living;
                     p.eps.remove(&key);
                     p.broken.remove(&key);
                     p.dialling.remove(&key);
@@ -91,7 +97,9 @@ impl World {
             return;
         }
         let (_, end) = self.ends_of(at, key);
-        Arc::make_mut(&mut self.conns[i]).ends[1 - end].inbox.push_back(item);
+        if !self.conns[i].ends[1 - end].doomed {
+            Arc::make_mut(&mut self.conns[i]).ends[1 - end].inbox.push_back(item);
+        }
     }
 
     /// Closes this side's end of a session; what was read from it already may still be handled.
@@ -114,13 +122,28 @@ impl World {
         let released = event.released && !matches!(event.kind, EventKind::Retracted(_));
         let seen = &mut self.proc(at).rooms[r];
         seen.released += u8::from(released);
-        match event.kind {
+        match &event.kind {
             EventKind::Success => seen.success += 1,
             EventKind::Failed(_) => seen.failed += 1,
             EventKind::Released | EventKind::Retracted(_) => {}
         }
         let seen = *seen;
         let who = self.name(at);
+        if let EventKind::Failed(reason) = &event.kind
+            && matches!(
+                reason.kind,
+                ReasonKind::ProtocolError
+                    | ReasonKind::Internal
+                    | ReasonKind::RoomInUse
+                    | ReasonKind::TokensMismatch
+                    | ReasonKind::PageError
+                    | ReasonKind::ChecksumMismatch
+            )
+        {
+            // Nobody here does anything that calls for one of these.
+            let text = format!("room {} failed at {who}: {:?}: {reason}", event.room, reason.kind);
+            self.violate(Property::HonestPeersKeepTheProtocol, text);
+        }
         if seen.success + seen.failed > 1 {
             self.violate(Property::OneEnd, format!("room {} ended twice at {who}", event.room));
         }
@@ -201,6 +224,7 @@ impl World {
             inbox,
             own_generation,
             established: false,
+            doomed: false,
         };
         let who = [back.incarnation, key.incarnation];
         let taken = |n: u8| self.conns.iter().any(|c| c.who == who && c.serial == n);
@@ -302,11 +326,10 @@ impl World {
 
     /// The destination uses the endpoint there is, or makes one, and tells the source.
     fn attach(&mut self, at: usize, key: PeerKey) {
-        let p = self.proc(at);
-        let ep = *p.eps.entry(key).or_insert_with(|| {
-            p.next_ep += 1;
-            p.next_ep
-        });
+        let source = address(key.incarnation);
+        let back = PeerKey { incarnation: self.me(at), direction: Direction::TheyGrant };
+        let free = self.endpoints_named(source, key, back).max().map_or(1, |n| n.saturating_add(1));
+        let ep = *self.proc(at).eps.entry(key).or_insert(free);
         self.send(at, key, None, Item::Attach(ep));
     }
 

@@ -121,6 +121,18 @@ const LONGEST: usize = 400;
 /// # Errors
 /// When the geometry is not valid.
 pub fn explore(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
+    explore_and_tell(setup, limit, |_| ())
+}
+
+/// The same, and tells how far it has come every million states.
+///
+/// # Errors
+/// When the geometry is not valid.
+pub fn explore_and_tell(
+    setup: &Setup,
+    limit: u64,
+    mut tell: impl FnMut(&Report),
+) -> Result<Report, LayoutError> {
     let began = Instant::now();
     let root = World::new(setup.clone())?;
     let mut visited = Prints::default();
@@ -178,6 +190,10 @@ pub fn explore(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
         on_path.insert(print);
         path.push(Level::new(next, print));
         report.deepest = report.deepest.max(path.len() - 1);
+        if report.states % 1_000_000 == 0 {
+            report.took = began.elapsed();
+            tell(&report);
+        }
         if path.len() > LONGEST && setup.checks(Property::EveryPathEnds) {
             let text = format!("a path of more than {LONGEST} steps: something counts up for ever");
             wrong = Some(Violation { property: Property::EveryPathEnds, text });
@@ -188,7 +204,9 @@ pub fn explore(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
     report.complete = path.is_empty() && wrong.is_none();
     report.found = wrong.map(|violation| {
         let steps =
-            path.iter().filter_map(|l| Some(l.steps.get(l.next.checked_sub(1)?)?.0.clone())).collect();
+            path.iter().filter_map(|l| Some(l.steps.get(l.next.checked_sub(1)?)?.0.clone()))
+            // An oath takes nothing away from what the others can do: the path is one without it, too.
+            .filter(|s| !matches!(s, Step::Doom(_))).collect();
         Counterexample { setup: setup.clone(), steps, violation }
     });
     Ok(report)

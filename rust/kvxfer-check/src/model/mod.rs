@@ -39,7 +39,7 @@ mod staging;
 mod steps;
 mod world;
 
-pub use explore::{Counterexample, Report, Walks, explore, shortest, walk};
+pub use explore::{Counterexample, Report, Walks, explore, explore_and_tell, shortest, walk};
 pub use staging::{StagingReport, explore_staging};
 pub use steps::Step;
 pub use world::{D, Family, FaultKind, S0, S1, Setup, World};
@@ -69,6 +69,8 @@ pub enum Property {
     EveryPathEnds,
     /// Two machines that keep the protocol never accuse each other of breaking it.
     HonestPeersKeepTheProtocol,
+    /// Without a fault every room succeeds, at every process.
+    FaultFreeRoomsSucceed,
 }
 
 impl fmt::Display for Property {

@@ -2,7 +2,7 @@
 
 use super::driver::NEVER;
 use super::world::{
-    D, EndState, Family, FaultKind, Item, NOW, ROOMS, S1, World, Write, address, cancelled, push, room,
+    D, EndState, Family, FaultKind, Item, NOW, ROOMS, S0, S1, World, Write, address, cancelled, push, room,
 };
 use super::{Property, Violation};
 use kvxfer_proto::Incarnation;
@@ -31,6 +31,8 @@ pub enum Step {
     DeathSeen(usize, Incarnation),
     Settled(usize, Incarnation),
     Continue(usize),
+    /// This source does nothing more until its connection is lost with all that it has not read, or it is killed.
+    Doom(usize),
     /// Time passes, since nothing else can happen.
     Elapse(usize, Wait),
     // Faults.
@@ -95,26 +97,17 @@ impl World {
     #[must_use]
     pub fn steps(&self) -> Vec<Step> {
         let mut out = Vec::with_capacity(16);
-        if self.setup.prompt && self.setup.sources > 1 && !self.procs[S1].stopped {
-            self.steps_of(S1, &mut out);
-            self.steps_of_conns(&mut out);
-            out.retain(|s| s.actor() == Some(S1) && !self.is_optional(s));
-            out.truncate(1);
-            if !out.is_empty() {
-                if self.faults_left > 0 {
-                    self.faults(&mut out);
-                }
-                return out;
-            }
-        }
-        for at in self.setup.addresses().filter(|at| !self.procs[*at].stopped) {
+        let doomed = [S0, S1, D].map(|at| at != D && self.is_doomed(at));
+        for at in self.setup.addresses().filter(|at| !self.procs[*at].stopped && !doomed[*at]) {
             self.steps_of(at, &mut out);
         }
         self.steps_of_conns(&mut out);
+        out.retain(|s| s.actor().is_none_or(|at| !doomed[at]));
         for w in self.writes.iter().filter(|w| self.can_land(w)) {
             out.push(Step::Land(Flight(w.clone())));
         }
-        let quiet = out.iter().all(|s| self.is_optional(s));
+        // One that only waits to lose its connection has steps that it does not take.
+        let quiet = !doomed.contains(&true) && out.iter().all(|s| self.is_optional(s));
         for at in self.setup.addresses().filter(|at| self.procs[*at].stopped) {
             out.push(Step::Continue(at));
         }
@@ -122,13 +115,22 @@ impl World {
             self.passing_time(&mut out);
         }
         if self.faults_left > 0 {
+            let first = out.len();
             self.faults(&mut out);
+            if doomed.contains(&true) {
+                let faults = out.split_off(first);
+                out.extend(faults.into_iter().filter(|s| match s {
+                    Step::Cancel(at, _) | Step::RunOut(at, _) | Step::Stop(at) => !doomed[*at],
+                    Step::Cut((who, _)) => !doomed[address(who[1])],
+                    _ => true,
+                }));
+            }
         }
         out
     }
 
     /// Whether a path may end without this step.
-    fn is_optional(&self, step: &Step) -> bool {
+    pub(crate) fn is_optional(&self, step: &Step) -> bool {
         match step {
             Step::Continue(_) => true,
             // Memory that is mapped or registered goes on taking writes; a sender need never learn of the close.
@@ -140,7 +142,8 @@ impl World {
     /// Whether nothing will happen any more, unless a stopped process is continued.
     #[must_use]
     pub fn is_end<'a>(&self, steps: impl IntoIterator<Item = &'a Step>) -> bool {
-        steps.into_iter().all(|s| s.fault().is_some() || self.is_optional(s))
+        let none = steps.into_iter().all(|s| s.fault().is_some() || self.is_optional(s));
+        none && !self.setup.addresses().any(|at| at != D && self.is_doomed(at))
     }
 
     fn can_land(&self, w: &Write) -> bool {
@@ -241,6 +244,7 @@ impl World {
 
     /// The timers that run out when nothing else can happen. Which one is first, nobody knows.
     fn passing_time(&self, out: &mut Vec<Step>) {
+        let first = out.len();
         for at in self.setup.addresses().filter(|at| !self.procs[*at].stopped) {
             let node = &self.procs[at].node;
             for wait in node.waits() {
@@ -259,6 +263,16 @@ impl World {
                     out.push(step);
                 }
             }
+        }
+        if self.setup.in_order {
+            let rank = |s: &Step| match s {
+                Step::Elapse(_, Wait::Peer(_)) => 0,
+                Step::Elapse(_, Wait::Inbound(r) | Wait::Outbound(r)) => r.get(),
+                _ => u64::MAX,
+            };
+            let least = out[first..].iter().map(rank).min().unwrap_or(0);
+            let timers = out.split_off(first);
+            out.extend(timers.into_iter().filter(|s| rank(s) == least));
         }
     }
 
@@ -308,6 +322,9 @@ impl World {
     pub fn after(&self, step: &Step) -> Option<Self> {
         let mut w = self.clone();
         let touched = w.apply(step)?;
+        if !w.settle_oaths() {
+            return None;
+        }
         w.tidy(touched);
         w.check_reads();
         Some(w)
@@ -422,6 +439,13 @@ impl World {
                 self.proc(*at).stopped = true;
                 touched[*at] = true;
             }
+            Step::Doom(at) => {
+                let who = [self.me(D), self.me(*at)];
+                let c = self.conns.iter_mut().find(|c| c.who == who && c.is_whole())?;
+                let end = &mut Arc::make_mut(c).ends[1];
+                end.doomed = true;
+                end.inbox.clear();
+            }
         }
         Some(touched)
     }
@@ -444,7 +468,18 @@ impl World {
     /// What has to hold when nothing will happen any more.
     #[must_use]
     pub fn check_end(&self) -> Option<Violation> {
-        self.left_over().filter(|v| self.setup.checks(v.property))
+        self.left_over().or_else(|| self.unlucky()).filter(|v| self.setup.checks(v.property))
+    }
+
+    /// A room that did not succeed although no fault has happened.
+    fn unlucky(&self) -> Option<Violation> {
+        if self.faults_left < self.setup.faults {
+            return None;
+        }
+        let rooms = self.setup.addresses().flat_map(|at| (0..ROOMS).map(move |r| (at, r)));
+        let (at, r) = rooms.into_iter().find(|(at, r)| self.procs[*at].rooms[*r].success == 0)?;
+        let text = format!("no fault has happened, and room {} did not succeed at {}", room(r), self.name(at));
+        Some(Violation { property: Property::FaultFreeRoomsSucceed, text })
     }
 
     /// How every room stands at every process, and how the process does, in short.
@@ -613,6 +648,7 @@ impl fmt::Display for Words<'_> {
             Step::Settled(at, who) => {
                 write!(f, "{}: nothing of {} is in its sockets any more", name(at), self.peer(*who))
             }
+            Step::Doom(at) => write!(f, "{}: does nothing until its connection is lost", name(at)),
             Step::Continue(at) => write!(f, "{}: is continued", name(at)),
             Step::Elapse(at, wait) => write!(f, "{}: time runs out for {}", name(at), self.wait(*wait)),
             Step::Cancel(at, r) => write!(f, "FAULT {}: the engine cancels room {}", name(at), room(*r)),

@@ -113,11 +113,11 @@ pub struct Setup {
     pub kinds: Vec<FaultKind>,
     /// Writes of one push to one destination.
     pub pieces: u8,
-    /// The second source does what it can at once; only what it writes lands when it likes. Not every interleaving of
-    /// the two sources is walked then, but faults still hit either at any point of its way.
-    pub prompt: bool,
     /// Sources, one or two.
     pub sources: usize,
+    /// Timers that run out because nothing else can happen do so as by their default lengths: peers' before rooms', the
+    /// first room's before the second's. In any other order it is a fault.
+    pub in_order: bool,
     /// A rule that the machines break.
     pub flaw: Option<Flaw>,
     /// Steps that need not be walked in every order are not; only [`super::explore`] looks at it.
@@ -135,7 +135,7 @@ impl Setup {
             faults,
             kinds: FaultKind::ALL.to_vec(),
             pieces: 1,
-            prompt: false,
+            in_order: false,
             reduced: true,
             sources: 2,
             flaw: None,
@@ -200,7 +200,6 @@ pub(crate) struct Proc {
     pub(crate) resolving: bool,
     /// Endpoints; the number says which of the destination's endpoints it belongs to.
     pub(crate) eps: BTreeMap<PeerKey, u8>,
-    pub(crate) next_ep: u8,
     /// Endpoints that are being closed.
     pub(crate) fencing: BTreeMap<PeerKey, u8>,
     /// Peers whose present endpoint is known to be broken.
@@ -212,6 +211,8 @@ pub(crate) struct Proc {
     pub(crate) dying: BTreeSet<Incarnation>,
     /// Deaths that were seen, of processes whose bytes may still be in our kernel.
     pub(crate) settling: BTreeSet<Incarnation>,
+    /// It has forgotten a peer that is alive.
+    pub(crate) forgot_living: bool,
     /// What is in the page, by source and piece: the room whose bytes they are, or [`EMPTY`] or [`JUNK`].
     pub(crate) cells: [[u8; 2]; 2],
 }
@@ -284,6 +285,8 @@ pub(crate) struct End {
     pub(crate) own_generation: u64,
     /// The handshake is over on this side.
     pub(crate) established: bool,
+    /// Its side does nothing more until the other side, or its own process, is gone (`reduce.rs`).
+    pub(crate) doomed: bool,
 }
 
 /// A control connection.
@@ -430,13 +433,13 @@ impl Proc {
             dialling: BTreeSet::new(),
             resolving: false,
             eps: BTreeMap::new(),
-            next_ep: 0,
             fencing: BTreeMap::new(),
             broken: BTreeSet::new(),
             running: BTreeMap::new(),
             watched: BTreeSet::new(),
             dying: BTreeSet::new(),
             settling: BTreeSet::new(),
+            forgot_living: false,
             cells: [[EMPTY; 2]; 2],
         })
     }
@@ -493,6 +496,29 @@ impl World {
         (0..self.setup.sources)
             .map(|i| RankInfo { incarnation: self.me(i), side: side_of(i, &self.setup) })
             .collect()
+    }
+
+    /// A source that has sworn to do nothing until its connection is lost has kept its word, or cannot any more.
+    pub(crate) fn settle_oaths(&mut self) -> bool {
+        let d = self.me(D);
+        for c in &mut self.conns {
+            if !c.ends[1].doomed {
+                continue;
+            }
+            if c.cut || c.who[0] != d {
+                Arc::make_mut(c).ends[1].doomed = false;
+            } else if c.ends[0].state != EndState::Open {
+                // An orderly close: all that was sent would be read before it.
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Whether this source does nothing until its connection is lost.
+    pub(crate) fn is_doomed(&self, at: usize) -> bool {
+        let me = self.me(at);
+        self.conns.iter().any(|c| c.who[1] == me && c.ends[1].doomed)
     }
 
     /// What takes no part in the future is removed, and processes that may have changed get new fingerprints.

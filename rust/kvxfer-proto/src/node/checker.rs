@@ -7,7 +7,7 @@
 use super::inbound::Inbound;
 use super::outbound::Outbound;
 use super::{Counters, Node, PeerKey, Timer};
-use crate::ids::{Room, Time};
+use crate::ids::{Room, SessionNo, Time};
 
 /// A timer that is set.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -124,6 +124,41 @@ impl Node {
             peer.link.renumber(sent, received);
             self.renumber_grants(key, sent);
         }
+    }
+
+    /// Takes so much off the number of every session with this peer. The caller does the same elsewhere, and no session
+    /// that anybody still names has a number as low.
+    pub fn renumber_sessions(&mut self, key: PeerKey, off: u64) {
+        if let Some(peer) = self.peers.get_mut(&key) {
+            peer.last_session.0 = peer.last_session.0.saturating_sub(off);
+            peer.session = peer.session.map(|s| SessionNo(s.0.saturating_sub(off)));
+        }
+    }
+
+    /// The number of the last session with this peer.
+    #[must_use]
+    pub fn last_session(&self, key: PeerKey) -> SessionNo {
+        self.peers.get(&key).map_or(SessionNo(0), |p| p.last_session)
+    }
+
+    /// Takes so much off the generation of the link with this peer. The caller does the same on the other side and to
+    /// what is on its way, and no fence is under way.
+    pub fn renumber_generations(&mut self, key: PeerKey, off: u64) {
+        if let Some(peer) = self.peers.get_mut(&key) {
+            peer.link.renumber_generations(off);
+        }
+    }
+
+    /// How much of its links' generations is due to its own fences is forgotten. Only for a checker that will not let
+    /// this node forget a peer that is alive.
+    pub fn forget_own_generations(&mut self) {
+        self.peers.values_mut().for_each(|p| p.own_generation = 0);
+    }
+
+    /// New links start where links started before any peer was forgotten. Only for a checker that knows that each peer
+    /// that was forgotten is dead: of such a one nothing can come that a new link would take for its own.
+    pub fn forget_generations(&mut self) {
+        self.generation_floor = 0;
     }
 
     /// Whether anything was ever sent to this peer, or received from it, since its link last started afresh.

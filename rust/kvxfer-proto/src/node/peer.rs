@@ -38,7 +38,7 @@ pub(super) struct Peer {
     /// There has been a session since the link began: it may hold what it was granted.
     met: bool,
     /// What our own fences alone have made of the link's generation.
-    own_generation: u64,
+    pub(super) own_generation: u64,
     pub(super) fence: Fence,
     pub(super) dead: bool,
     /// Messages to it were thrown away: it is to be lost.

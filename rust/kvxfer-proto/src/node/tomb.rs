@@ -192,25 +192,16 @@ impl Tombs {
         }
     }
 
-    /// For a checker, whose limits are never reached: which was first is forgotten.
+    /// For a checker, whose limits are never reached: only which rooms are dead here and whether the caller knows is
+    /// looked at, for whatever else is kept says how long to remember them.
     pub(super) fn forget_order(&mut self) {
         self.open.clear();
         self.by_peer.clear();
         self.settled.clear();
         self.next = 0;
-        for (room, tomb) in &mut self.by_room {
-            tomb.heard.sort_unstable();
-            if tomb.settled {
-                tomb.at = 0;
-                self.settled.push_back(*room);
-                continue;
-            }
-            tomb.at = self.next;
-            self.next += 1;
-            self.open.insert(tomb.at, *room);
-            if let Some(key) = tomb.by {
-                self.by_peer.entry(key).or_default().insert(tomb.at);
-            }
+        for tomb in self.by_room.values_mut() {
+            tomb.heard.clear();
+            (tomb.ranks, tomb.settled, tomb.by, tomb.at) = (None, false, None, 0);
         }
     }
 
