@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from scene import SUCCESS, Scene, endings, hand_off, scene
+from scene import SUCCESS, Scene, dies, endings, hand_off, scene
 from two import eventually
 from ways import Remote, Way, each_way, tokens
 
@@ -31,7 +31,9 @@ def test_case_17_prefill_restarts(way: Way, other: Remote, place: str, use: str)
         if use == "granted":
             it.here.expect(stale, it.field, tokens=tokens(it.field), source=first.address)
             eventually(lambda: it.here.state(stale) == "Waiting", "the grant is out")
-        first.kill()
+            first.kill()
+        else:
+            dies(it, first)
         again = first.address if place == "the same port" else "127.0.0.1:0"
         second = stack.enter_context(start(way, it, 2, again))
         assert (second.address == first.address) == (place == "the same port")
@@ -82,7 +84,7 @@ def test_case_17_a_stranger_at_the_old_port_is_not_the_peer(way: Way, other: Rem
     with scene(way, other) as it:
         with start(way, it, 1) as first:
             hand_off(first, it.here, [0, 2, 4, 6], it.field[:4])
-            first.kill()
+            dies(it, first)
         host, _, port = first.address.partition(":")
         with socket.create_server((host, int(port))):
             room = it.room()

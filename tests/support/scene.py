@@ -173,6 +173,16 @@ def spoilt(other: Remote) -> Iterator[None]:
         raise
 
 
+def dies(it: Scene, doomed: Remote) -> None:
+    """Kills a peer, and waits until the survivor has seen that and let go of it. Before, a room of the same
+    address may be the dead one's, and fail with it.
+    """
+    # Besides, the survivor knows the other, in both directions.
+    eventually(lambda: it.here.stats()["peers"] == 3, "the survivor knows it")
+    doomed.kill()
+    eventually(lambda: it.here.stats()["peers"] == 2, "its death is seen", it.way.death_s)
+
+
 def works_again(it: Scene, peer: Remote) -> None:
     """Rooms that come too early fail with a word of why, and are tried again."""
     deadline = time.monotonic() + 20

@@ -546,6 +546,10 @@ impl Conn {
         out: &mut Vec<ControlEvent>,
         received: &mut u64,
     ) {
+        if self.failed.is_some() {
+            // It was given up between the question and the answer: no session comes of it.
+            return;
+        }
         if let Some(Phase::Handshake(h)) = &mut self.phase {
             h.supply_describe(describe);
             self.handshake_over(out);

@@ -3,6 +3,8 @@
 mod conn;
 mod limits;
 mod names;
+#[cfg(test)]
+mod tests;
 mod tls;
 
 pub(crate) use conn::{ConnId, ConnKind};
@@ -227,10 +229,7 @@ impl Control {
                     let id = ConnId(token);
                     match self.conns.get_mut(&id) {
                         Some(conn) if conn.is_in_tls_handshake() => self.shaking.push((id, flags)),
-                        Some(conn) => {
-                            conn.io(flags, out, &mut self.frames_received);
-                            self.touched.push(id);
-                        }
+                        Some(_) => self.serve(id, flags, out),
                         None => {}
                     }
                 }
@@ -251,13 +250,22 @@ impl Control {
             shaking.rotate_left(next);
         }
         for (id, flags) in shaking.drain(..).take(TLS_HANDSHAKES_PER_TURN) {
-            if let Some(conn) = self.conns.get_mut(&id) {
-                conn.io(flags, out, &mut self.frames_received);
-                self.touched.push(id);
-            }
+            self.serve(id, flags, out);
             self.shaken = id;
         }
         self.shaking = shaking;
+    }
+
+    /// Does what I/O there is on a connection.
+    fn serve(&mut self, id: ConnId, flags: epoll::EventFlags, out: &mut Vec<ControlEvent>) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        conn.io(flags, out, &mut self.frames_received);
+        self.touched.push(id);
+        if conn.established() {
+            // At once, and not when the turn is settled: whoever is accepted later in this turn would have it closed as the
+            // oldest stranger.
+            self.usage.no_stranger(id);
+        }
     }
 
     /// Sends what was queued, reports what ended, and gives up handshakes that take too long.
@@ -268,9 +276,6 @@ impl Control {
         for id in touched.drain(..) {
             let Some(conn) = self.conns.get_mut(&id) else { continue };
             conn.write();
-            if conn.established() {
-                self.usage.no_stranger(id);
-            }
             if let Some(reason) = conn.over() {
                 let (kind, established) = (conn.kind.clone(), conn.established());
                 self.bad_connections += u64::from(!established || conn.fault.is_some());
@@ -517,6 +522,9 @@ impl Control {
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.supply_describe(describe, out, &mut self.frames_received);
             self.touched.push(id);
+            if conn.established() {
+                self.usage.no_stranger(id);
+            }
         }
     }
 
