@@ -13,6 +13,7 @@ use kvxfer_proto::plan::pack::{Span, Stripe, Stripes, TILE_UNITS, Table, UNIT_BY
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
+use std::ops::Range;
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
@@ -73,9 +74,10 @@ impl Host {
         Ok(host)
     }
 
-    fn order(&mut self, kind: u64, threads: u64, table: &Table, areas: &[&[u8]]) {
+    /// Runs these threads of a grid of so many.
+    fn order(&mut self, kind: u64, threads: u64, run: Range<u64>, table: &Table, areas: &[&[u8]]) {
         let mut out = Vec::new();
-        for word in [kind, threads, table.stripes().len() as u64] {
+        for word in [kind, threads, run.start, run.end - run.start, table.stripes().len() as u64] {
             out.extend(word.to_le_bytes());
         }
         let first = table.encode(&mut out);
@@ -100,13 +102,17 @@ impl Host {
 
     /// What the second area holds after the grid has run.
     fn copy(&mut self, threads: u64, table: &Table, src: &[u8], dst: &[u8]) -> Vec<u8> {
-        self.order(0, threads, table, &[src, dst]);
+        self.order(0, threads, 0..threads, table, &[src, dst]);
         self.bytes(AREA as usize)
     }
 
     /// Every access of the grid: (thread, from, to, shift).
     fn trace(&mut self, threads: u64, table: &Table) -> Vec<[u64; 4]> {
-        self.order(1, threads, table, &[]);
+        self.trace_some(threads, 0..threads, table)
+    }
+
+    fn trace_some(&mut self, threads: u64, run: Range<u64>, table: &Table) -> Vec<[u64; 4]> {
+        self.order(1, threads, run, table, &[]);
         let count = self.words(1)[0];
         self.words(count as usize * 4).chunks_exact(4).map(|w| w.try_into().unwrap()).collect()
     }
@@ -315,6 +321,37 @@ proptest! {
         let place = |r, n, side: usize| [src, dst][side] + r * stride[side] + n;
         let want = (0..rows).flat_map(|r| (0..row).map(move |n| (place(r, n, 0), place(r, n, 1))));
         prop_assert!(got.into_iter().eq(want));
+    }
+}
+
+#[test]
+fn rows_and_counts_past_32_bits() {
+    let mut host = host();
+    let tile = TILE_UNITS * UNIT_BYTES;
+    // Rows that are longer than 2^32 units, and more rows than 2^32; each of as many tiles as there are warps.
+    for (row, rows) in [(1 << 38, 2), (1 << 40, 1), (64, 1 << 34), (32, 1 << 33)] {
+        let mut stripes = Stripes::new();
+        let (src, dst, stride) = (1u64 << 63, 1u64 << 12, 2 * row);
+        for r in 0..rows.min(2) {
+            stripes.push(src + r * stride, dst + r * row, row).unwrap();
+        }
+        let one = stripes.list()[0];
+        let table = Table::of(&[Stripe { rows, ..one }]);
+        let warps = row * rows / tile;
+        assert_eq!(table.tiles(), warps);
+        for warp in [0, 1, warps / 2, warps / 2 + 1, warps - 1] {
+            let lanes = warp * 32..(warp + 1) * 32;
+            let mut got = host.trace_some(warps * 32, lanes, &table);
+            got.sort_unstable_by_key(|[_, _, to, _]| *to);
+            let want = (0..TILE_UNITS).map(|n| warp * tile + n * UNIT_BYTES).map(|byte| {
+                let (r, column) = (byte / row, byte % row);
+                [src + r * stride + column, dst + byte]
+            });
+            assert!(
+                got.iter().map(|[_, from, to, _]| [*from, *to]).eq(want),
+                "{rows} rows of {row}, warp {warp}"
+            );
+        }
     }
 }
 

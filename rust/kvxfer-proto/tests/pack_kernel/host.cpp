@@ -1,6 +1,6 @@
 // Runs cuda/pack.cuh on the host, every thread of a grid in turn, for tests/pack_kernel.rs. Words are 64-bit, as the
 // host has them. First it says: bytes of a stripe, TILE_UNITS, BATCH, and the addresses of two areas of argv[1] bytes.
-// Then for each order (kind, threads, stripes, the table):
+// Then for each order (kind, threads of the grid, first thread to run, how many, stripes, the table):
 //   kind 0, followed by both areas' contents: copies, and answers with the second area;
 //   kind 1: copies nothing, and answers with the accesses: how many, then (thread, from, to, shift) of each.
 #include <cstdio>
@@ -53,9 +53,9 @@ int main(int argc, char** argv) {
     const u64 hello[] = {sizeof(kvxfer::Stripe), kvxfer::TILE_UNITS, kvxfer::BATCH, reinterpret_cast<u64>(src),
                          reinterpret_cast<u64>(dst)};
     give(hello, sizeof hello);
-    u64 order[3];
+    u64 order[5];
     while (take(order, sizeof order)) {
-        const u64 kind = order[0], threads = order[1], count = order[2];
+        const u64 kind = order[0], threads = order[1], begin = order[2], end = begin + order[3], count = order[4];
         std::vector<kvxfer::Stripe> stripes(count);
         std::vector<u64> first(count + 1);
         if (!take(stripes.data(), count * sizeof(kvxfer::Stripe)) || !take(first.data(), first.size() * sizeof(u64))) {
@@ -66,13 +66,13 @@ int main(int argc, char** argv) {
                 return 2;
             }
             kvxfer::Memory memory;
-            for (u64 thread = 0; thread < threads; ++thread) {
+            for (u64 thread = begin; thread < end; ++thread) {
                 kvxfer::copy_stripes(stripes.data(), first.data(), count, thread, threads, memory);
             }
             give(dst, size);
         } else {
             Notes notes;
-            for (; notes.thread < threads; ++notes.thread) {
+            for (notes.thread = begin; notes.thread < end; ++notes.thread) {
                 kvxfer::copy_stripes(stripes.data(), first.data(), count, notes.thread, threads, notes);
             }
             const u64 accesses = notes.words.size() / 4;

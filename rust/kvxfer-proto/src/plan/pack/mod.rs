@@ -119,7 +119,7 @@ impl Stripe {
     /// Bytes of all rows.
     #[must_use]
     pub const fn len(&self) -> u64 {
-        self.row * self.rows
+        self.row.saturating_mul(self.rows)
     }
 
     /// Whether there is nothing to copy.

@@ -22,17 +22,23 @@ impl Table {
     /// The table of these stripes.
     #[must_use]
     pub fn new(stripes: &Stripes) -> Self {
+        Self::of(stripes.list())
+    }
+
+    /// The table of stripes that [`Stripes`] need not have made.
+    #[must_use]
+    pub fn of(stripes: &[Stripe]) -> Self {
         let mut table = Self::default();
         table.fill(stripes);
         table
     }
 
     /// Makes it the table of these stripes; the memory is used again.
-    pub fn fill(&mut self, stripes: &Stripes) {
+    pub fn fill(&mut self, stripes: &[Stripe]) {
         self.stripes.clear();
         self.first.clear();
         self.first.push(0);
-        for stripe in stripes.list() {
+        for stripe in stripes {
             self.cut(stripe);
         }
     }
@@ -61,11 +67,10 @@ impl Table {
         if stripe.is_empty() {
             return;
         }
-        // Fewer than 2^63 bytes in all, and a tile has a byte or more.
         let tiles = stripe.len().div_ceil(unit_bytes(&stripe) * TILE_UNITS);
         let before = self.first.last().copied().unwrap_or(0);
         self.stripes.push(stripe);
-        self.first.push(before + tiles);
+        self.first.push(before.saturating_add(tiles));
     }
 
     /// Its stripes.
