@@ -81,7 +81,7 @@ impl Host {
             out.extend(word.to_le_bytes());
         }
         let first = table.encode(&mut out);
-        assert_eq!(first, table.stripes().len() * size_of::<Stripe>());
+        assert_eq!(first, size_of_val(table.stripes()));
         for area in areas {
             out.extend_from_slice(area);
         }
