@@ -3,8 +3,8 @@
     build_ptx.py           write the file
     build_ptx.py --check   exit 1 if the file is not what the source gives
 
-One PTX of the oldest architecture serves all later ones: the driver compiles it for the GPU it finds. `COMPILES_FOR` has
-those for which the tests go all the way to machine code.
+One PTX of the oldest architecture serves all later ones: the driver compiles it for the GPU it finds.
+`COMPILES_FOR` has those for which the tests go all the way to machine code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def find_nvrtc() -> Path:
         found = sorted(Path(folder, "lib").glob("libnvrtc.so.*"))
         if found:
             return found[0]
-    raise NvrtcError("there is no NVRTC: `make ptx` installs it, or pip install -c constraints.txt 'kvxfer[kernels]'")
+    raise NvrtcError(
+        "there is no NVRTC: `make ptx` installs it, or pip install -c constraints.txt 'kvxfer[kernels]'"
+    )
 
 
 class Nvrtc:
