@@ -68,7 +68,8 @@ struct Unit<4> {
     };
 };
 
-// Loads and stores as they are. The host's test has another one, that notes the addresses.
+// Loads and stores as they are. Addresses are of global memory: the device's, or the host's that is pinned and mapped; the
+// compiler takes that from their coming out of the kernel's table. The host's test has another one, that notes them.
 struct Memory {
     template <u32 SHIFT>
     using Value = typename Unit<SHIFT>::Type;

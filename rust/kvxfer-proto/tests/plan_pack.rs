@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Regions that hold the pieces, one after the other, as offsets into one buffer; and its size.
-fn regions(places: impl Iterator<Item = (u32, u64)> + Clone) -> (Vec<Span>, usize) {
+fn regions(places: &(impl Iterator<Item = (u32, u64)> + Clone)) -> (Vec<Span>, usize) {
     let count = places.clone().map(|(region, _)| region + 1).max().unwrap_or(0);
     let mut addr = 0;
     let spans = (0..count).map(|region| {
@@ -60,8 +60,8 @@ proptest! {
     ) {
         for index in 0..handoff.src_tp * handoff.src_pp {
             let pieces = handoff.plan(index).unwrap();
-            let (src, src_bytes) = regions(pieces.iter().map(|p| (p.src_region, p.src_off + p.len)));
-            let (dst, dst_bytes) = regions(pieces.iter().map(|p| (p.dst_region, p.dst_off + p.len)));
+            let (src, src_bytes) = regions(&pieces.iter().map(|p| (p.src_region, p.src_off + p.len)));
+            let (dst, dst_bytes) = regions(&pieces.iter().map(|p| (p.dst_region, p.dst_off + p.len)));
             let from: Vec<u8> = (0..src_bytes).map(|n| (n % 251) as u8 + 1).collect();
             let mut want = vec![0; dst_bytes];
             for p in &pieces {

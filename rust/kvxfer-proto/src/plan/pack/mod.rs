@@ -319,12 +319,12 @@ fn destination(regions: &[Span], piece: &Piece) -> Result<u64, PackError> {
 }
 
 fn range(off: u64, len: u64, what: &'static str, size: usize) -> Result<std::ops::Range<usize>, PackError> {
-    let bad = PackError::OutOfBounds { what, off, len, size: size as u64 };
-    let end = off.checked_add(len).filter(|end| *end <= size as u64).ok_or(bad.clone())?;
-    match (usize::try_from(off), usize::try_from(end)) {
-        (Ok(start), Ok(end)) => Ok(start..end),
-        _ => Err(bad),
-    }
+    let start = usize::try_from(off).ok();
+    start
+        .zip(off.checked_add(len).and_then(|end| usize::try_from(end).ok()))
+        .filter(|(_, end)| *end <= size)
+        .map(|(start, end)| start..end)
+        .ok_or(PackError::OutOfBounds { what, off, len, size: size as u64 })
 }
 
 #[cfg(test)]
