@@ -25,7 +25,7 @@ comma := ,
 more := $(if $(EXTRAS),$(comma)$(EXTRAS))
 setup = $(PYTHON) scripts/setup_env.py $(if $(EXPLICIT_PYTHON),--explicit-python)
 
-.PHONY: help demo test test-rust test-loom test-python soak sim-long fuzz stress model lint fmt stubs wheel doctor bench-post clean
+.PHONY: help demo ptx test test-rust test-loom test-python soak sim-long fuzz stress model lint fmt stubs wheel doctor bench-post clean
 
 help: ## List the targets
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -106,6 +106,11 @@ stress: ## Cancel and kill 1000 hand-offs in mid-write over shm and over ucx, an
 model: ## Walk every state of the model checker's worlds (minutes); ARGS="--faults 2 --sources 1" picks some
 	@scripts/preflight.sh rust
 	@cargo run --locked --release --quiet -p kvxfer-check --example model_check -- $(ARGS)
+
+ptx: ## Compile cuda/pack.cu into the PTX that is committed (NVRTC from PyPI; no GPU, no toolkit)
+	@scripts/preflight.sh python
+	@$(setup) --extras kernels
+	@$(BIN)/python scripts/build_ptx.py
 
 clean: ## Remove the venv, build outputs and caches
 	@rm -rf $(VENV) target fuzz/target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 what="${1:-all}"
 shift || true
 venv="${VENV:-.venv}"
-extras="test,ucx${EXTRAS:+,$EXTRAS}"
+extras="test,ucx,kernels${EXTRAS:+,$EXTRAS}"
 summary=()
 
 say() { echo "kvxfer: $*"; }
@@ -114,7 +114,7 @@ python_tests() {
 case "$what" in
     all)
         stage "set-up: venv and packages" set_up
-        stage "set-up: system UCX" scripts/system_deps.sh
+        stage "set-up: system packages" scripts/system_deps.sh
         export_ucx
         all_rust_tests
         stage "extension, release mode" set_up --extension
@@ -123,7 +123,7 @@ case "$what" in
         ;;
     rust)
         stage "set-up: venv and packages" set_up
-        stage "set-up: system UCX" scripts/system_deps.sh
+        stage "set-up: system packages" scripts/system_deps.sh
         export_ucx
         all_rust_tests
         print_summary
@@ -134,7 +134,7 @@ case "$what" in
         ;;
     python)
         stage "set-up: venv, packages, extension" set_up --extension
-        stage "set-up: system UCX" scripts/system_deps.sh
+        stage "set-up: system packages" scripts/system_deps.sh
         export_ucx
         print_summary
         python_tests "$@"

@@ -45,6 +45,7 @@ ABOUT = {
     "ucx": "UCX of 43 MB",
     "torch": "PyTorch, several GB",
     "cuda": "CuPy, 150 MB",
+    "kernels": "NVRTC of 88 MB",
 }
 
 

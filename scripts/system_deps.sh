@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes sure that what some tests need of the system is there: Debian's libucx0 (older than the wheel, built with verbs),
-# for the tests that run against it, and iproute2's `ip`, for those on a bad network. Needs root and apt; without them
-# it says which tests will be skipped.
+# for the tests that run against it, iproute2's `ip`, for those on a bad network, and a C++ compiler, for the one that
+# runs the kernels' arithmetic on the host. Needs root and apt; without them it says which tests will be skipped, or fail.
 # KVXFER_SYSTEM_DEPS=0 leaves the machine as it is.
 set -euo pipefail
 
@@ -13,13 +13,24 @@ have_ip() {
     command -v ip >/dev/null 2>&1 || [ -x /usr/sbin/ip ] || [ -x /sbin/ip ]
 }
 
-if ! have_ip && [ "${KVXFER_SYSTEM_DEPS:-1}" != 0 ] && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
-    echo "kvxfer: installing iproute2 for the tests on a bad network (about 10 s)"
-    ip_install=(apt-get install -y --no-install-recommends -o DPkg::Lock::Timeout=120 iproute2)
+have_cxx() {
+    command -v "${CXX:-c++}" >/dev/null 2>&1
+}
+
+# try_install PACKAGE WHAT_FOR: where that is allowed and possible.
+try_install() {
+    [ "${KVXFER_SYSTEM_DEPS:-1}" != 0 ] && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1 || return 0
+    echo "kvxfer: installing $1 for $2"
+    local command=(apt-get install -y --no-install-recommends -o DPkg::Lock::Timeout=120 "$1")
     export DEBIAN_FRONTEND=noninteractive
-    "${ip_install[@]}" </dev/null >/dev/null 2>&1 \
-        || { apt-get update </dev/null >/dev/null 2>&1 || true; "${ip_install[@]}" </dev/null >/dev/null 2>&1; } || true
-fi
+    "${command[@]}" </dev/null >/dev/null 2>&1 \
+        || { apt-get update </dev/null >/dev/null 2>&1 || true; "${command[@]}" </dev/null >/dev/null 2>&1; } || true
+}
+
+have_cxx || try_install g++ "the test that runs the kernels' arithmetic on the host (about 20 s)"
+have_cxx || echo "kvxfer: no C++ compiler (g++, or what CXX names): the tests in pack_kernel.rs will fail" >&2
+
+have_ip || try_install iproute2 "the tests on a bad network (about 10 s)"
 have_ip || echo "kvxfer: no ip (iproute2): the tests on a bad network are skipped" >&2
 
 skip() {

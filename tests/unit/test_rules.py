@@ -28,6 +28,7 @@ name = "kvxfer"
 dependencies = ["numpy>=1.24"]
 [project.optional-dependencies]
 ucx = ["libucx-cu12"]
+kernels = ["nvidia-cuda-nvrtc-cu12"]
 prometheus = ["prometheus-client"]
 demo = ["gguf"]
 test = ["pytest", "kvxfer[demo]"]
@@ -37,6 +38,7 @@ PINS = """\
 numpy==2.2.6 ; python_version < "3.11"
 numpy==2.4.6 ; python_version >= "3.11"
 libucx-cu12==1.22.0
+nvidia-cuda-nvrtc-cu12==12.8.93
 prometheus_client==0.26.0
 gguf==0.19.0
 pytest==9.2.0

@@ -1,17 +1,20 @@
 //! The few CUDA driver calls that kvxfer needs, from a `libcuda.so.1` that is opened at run time.
 //!
-//! Three layers: `sys` finds the functions, `result` turns codes into [`CudaError`], and this module is the safe
-//! one. A host without a driver, with an old one or with a broken one gives a typed error, never a panic and never a
+//! Three layers: `sys` finds the functions, `result` turns codes into [`CudaError`], and this module and `kernels` are
+//! the safe one. A host without a driver, with an old one or with a broken one gives a typed error, never a panic and never a
 //! failed start.
 #![deny(unsafe_op_in_unsafe_fn)]
 
+mod kernels;
 mod result;
 mod sys;
+
+pub use kernels::{Context, CopyTable, Event, LaunchShape, PTX_CUDA, PackKernels, Stream, THREADS};
 
 use std::ffi::{OsStr, OsString, c_int};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
-use sys::Api;
+use sys::{Api, RawDevice};
 use thiserror::Error;
 
 /// Names the libcuda to open: a path, or a name that the dynamic linker searches for.
@@ -52,6 +55,17 @@ pub enum CudaError {
         code: i32,
         /// The code's name, `CUDA_ERROR_...`.
         name: String,
+    },
+    /// The driver does not know the kernels' PTX.
+    #[error(
+        "the driver knows CUDA {}.{}, and kvxfer's kernels need {}.{}: update NVIDIA's driver",
+        .knows.0, .knows.1, .needs.0, .needs.1
+    )]
+    OldDriver {
+        /// What the driver knows, major and minor.
+        knows: (u32, u32),
+        /// What it takes.
+        needs: (u32, u32),
     },
     /// The driver's answer makes no sense.
     #[error("{call} answered {value}, which cannot be")]
@@ -124,9 +138,7 @@ impl Driver {
     /// # Errors
     /// What the driver answers.
     pub fn version(&self) -> Result<(u32, u32), CudaError> {
-        // 12040 is 12.4.
-        let version = unsigned("cuDriverGetVersion", self.api.driver_version()?)?;
-        Ok((version / 1000, version % 1000 / 10))
+        version(&self.api)
     }
 
     /// The GPUs that this process may see.
@@ -138,10 +150,14 @@ impl Driver {
         (0..count).map(|ordinal| self.device(ordinal)).collect()
     }
 
-    fn device(&self, ordinal: u32) -> Result<Device, CudaError> {
+    fn raw_device(&self, ordinal: u32) -> Result<RawDevice, CudaError> {
         let number = c_int::try_from(ordinal)
             .map_err(|_| CudaError::BadAnswer { call: "cuDeviceGetCount", value: i64::from(ordinal) })?;
-        let device = self.api.device(number)?;
+        self.api.device(number)
+    }
+
+    fn device(&self, ordinal: u32) -> Result<Device, CudaError> {
+        let device = self.raw_device(ordinal)?;
         let attribute = |which| unsigned("cuDeviceGetAttribute", self.api.attribute(device, which)?);
         Ok(Device {
             ordinal,
@@ -150,6 +166,12 @@ impl Driver {
             compute_capability: (attribute(result::CAPABILITY_MAJOR)?, attribute(result::CAPABILITY_MINOR)?),
         })
     }
+}
+
+fn version(api: &Api) -> Result<(u32, u32), CudaError> {
+    // 12040 is 12.4.
+    let version = unsigned("cuDriverGetVersion", api.driver_version()?)?;
+    Ok((version / 1000, version % 1000 / 10))
 }
 
 fn unsigned(call: &'static str, value: c_int) -> Result<u32, CudaError> {

@@ -1,11 +1,17 @@
 //! The driver's calls with `Result` instead of codes and out-pointers.
 
 use crate::CudaError;
-use crate::sys::{Api, Code, RawDevice};
-use std::ffi::{CStr, c_char, c_int};
+use crate::sys::{Api, Code, Handle, LaunchApi, RawDevice};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 /// `CUDA_SUCCESS`.
 const SUCCESS: Code = 0;
+/// `CUDA_ERROR_NOT_READY`.
+const NOT_READY: Code = 600;
+/// `CU_STREAM_NON_BLOCKING`: it does not wait for the process's default stream, nor that for it.
+const NON_BLOCKING: c_uint = 1;
+/// `CU_EVENT_DISABLE_TIMING`.
+const DISABLE_TIMING: c_uint = 2;
 /// Longest device name that is asked for; the driver cuts longer ones.
 const NAME_BYTES: usize = 256;
 
@@ -84,5 +90,162 @@ impl Api {
         let code = unsafe { (self.device_attribute)(&raw mut value, attribute, device) };
         self.check("cuDeviceGetAttribute", code)?;
         Ok(value)
+    }
+}
+
+/// The calls that launching takes. All but those on the primary context expect that context to be current.
+#[derive(Clone, Copy)]
+pub(crate) struct Calls {
+    pub(crate) api: &'static Api,
+    pub(crate) launch: LaunchApi,
+}
+
+impl Calls {
+    /// The device's primary context, the one that the CUDA runtime uses in this process too. To be released.
+    pub(crate) fn retain(&self, device: RawDevice) -> Result<Handle, CudaError> {
+        let mut context = Handle::NULL;
+        // SAFETY: a valid place to write to; a wrong device is an error code.
+        let code = unsafe { (self.launch.retain)(&raw mut context, device) };
+        self.api.check("cuDevicePrimaryCtxRetain", code)?;
+        Ok(context)
+    }
+
+    /// # Safety
+    /// One release for each retain, and nothing of the context is used afterwards.
+    pub(crate) unsafe fn release(&self, device: RawDevice) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        self.api.check("cuDevicePrimaryCtxRelease", unsafe { (self.launch.release)(device) })
+    }
+
+    /// Makes the context this thread's current one, on top of the one that was.
+    ///
+    /// # Safety
+    /// The context is retained.
+    pub(crate) unsafe fn push(&self, context: Handle) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        self.api.check("cuCtxPushCurrent", unsafe { (self.launch.push)(context) })
+    }
+
+    pub(crate) fn pop(&self) -> Result<(), CudaError> {
+        let mut popped = Handle::NULL;
+        // SAFETY: a valid place to write to; an empty stack is an error code.
+        self.api.check("cuCtxPopCurrent", unsafe { (self.launch.pop)(&raw mut popped) })
+    }
+
+    /// Loads PTX.
+    pub(crate) fn module_load(&self, ptx: &CStr) -> Result<Handle, CudaError> {
+        let mut module = Handle::NULL;
+        // SAFETY: a valid place to write to; PTX is read up to its NUL.
+        let code = unsafe { (self.launch.module_load)(&raw mut module, ptx.as_ptr().cast()) };
+        self.api.check("cuModuleLoadData", code)?;
+        Ok(module)
+    }
+
+    /// # Safety
+    /// The module is loaded, and neither it nor its functions are used afterwards.
+    pub(crate) unsafe fn module_unload(&self, module: Handle) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        self.api.check("cuModuleUnload", unsafe { (self.launch.module_unload)(module) })
+    }
+
+    /// # Safety
+    /// The module is loaded.
+    pub(crate) unsafe fn module_function(&self, module: Handle, name: &CStr) -> Result<Handle, CudaError> {
+        let mut function = Handle::NULL;
+        // SAFETY: a valid place to write to and a NUL-terminated name; the module is the caller's.
+        let code = unsafe { (self.launch.module_function)(&raw mut function, module, name.as_ptr()) };
+        self.api.check("cuModuleGetFunction", code)?;
+        Ok(function)
+    }
+
+    pub(crate) fn stream_create(&self) -> Result<Handle, CudaError> {
+        let mut stream = Handle::NULL;
+        // SAFETY: a valid place to write to.
+        let code = unsafe { (self.launch.stream_create)(&raw mut stream, NON_BLOCKING) };
+        self.api.check("cuStreamCreate", code)?;
+        Ok(stream)
+    }
+
+    /// The driver frees it once what it has been given is done.
+    ///
+    /// # Safety
+    /// The stream exists, and is not used afterwards.
+    pub(crate) unsafe fn stream_destroy(&self, stream: Handle) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        self.api.check("cuStreamDestroy", unsafe { (self.launch.stream_destroy)(stream) })
+    }
+
+    /// # Safety
+    /// The stream exists.
+    pub(crate) unsafe fn stream_synchronize(&self, stream: Handle) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        self.api.check("cuStreamSynchronize", unsafe { (self.launch.stream_synchronize)(stream) })
+    }
+
+    pub(crate) fn event_create(&self) -> Result<Handle, CudaError> {
+        let mut event = Handle::NULL;
+        // SAFETY: a valid place to write to.
+        let code = unsafe { (self.launch.event_create)(&raw mut event, DISABLE_TIMING) };
+        self.api.check("cuEventCreate", code)?;
+        Ok(event)
+    }
+
+    /// # Safety
+    /// The event exists, and is not used afterwards.
+    pub(crate) unsafe fn event_destroy(&self, event: Handle) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        self.api.check("cuEventDestroy", unsafe { (self.launch.event_destroy)(event) })
+    }
+
+    /// # Safety
+    /// Event and stream exist, and are of one context.
+    pub(crate) unsafe fn event_record(&self, event: Handle, stream: Handle) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        self.api.check("cuEventRecord", unsafe { (self.launch.event_record)(event, stream) })
+    }
+
+    /// Whether what was recorded is done. Does not block.
+    ///
+    /// # Safety
+    /// The event exists.
+    pub(crate) unsafe fn event_query(&self, event: Handle) -> Result<bool, CudaError> {
+        // SAFETY: the caller's.
+        match unsafe { (self.launch.event_query)(event) } {
+            NOT_READY => Ok(false),
+            code => self.api.check("cuEventQuery", code).map(|()| true),
+        }
+    }
+
+    /// A grid and blocks of one dimension.
+    ///
+    /// # Safety
+    /// Function and stream exist and are of one context; the function takes exactly these words, and may be run with
+    /// them.
+    pub(crate) unsafe fn launch<const N: usize>(
+        &self,
+        function: Handle,
+        (blocks, threads): (u32, u32),
+        stream: Handle,
+        mut words: [u64; N],
+    ) -> Result<(), CudaError> {
+        let mut parameters = words.each_mut().map(|word| std::ptr::from_mut(word).cast::<c_void>());
+        // SAFETY: the driver reads each parameter before it returns, by the function's own sizes: 8 bytes each, by the
+        // caller's word, which also answers for what the function does.
+        let code = unsafe {
+            (self.launch.launch)(
+                function,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                0,
+                stream,
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        self.api.check("cuLaunchKernel", code)
     }
 }

@@ -1,67 +1,10 @@
-//! A stub driver, compiled here, in the place of libcuda. Each case is a process of its own: a process keeps the
-//! driver that it has loaded.
+//! Devices, and drivers that are missing, old or broken, on a stub.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod stub;
+
 use kvxfer_cuda::{CudaError, Device, Driver, ENV_LIBRARY, devices};
-use std::path::{Path, PathBuf};
-use std::process::Command;
-
-const STUB: &str = r#"
-#include <stddef.h>
-#include <string.h>
-#ifndef INIT
-#define INIT 0
-#endif
-#ifndef COUNT
-#define COUNT 2
-#endif
-int cuInit(unsigned flags) { return flags == 0 ? INIT : 1; }
-int cuGetErrorName(int code, const char **name) {
-    *name = code == 100 ? "CUDA_ERROR_NO_DEVICE" : code == 999 ? "CUDA_ERROR_UNKNOWN" : NULL;
-    return *name ? 0 : 1;
-}
-int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
-int cuDeviceGetCount(int *count) { *count = COUNT; return 0; }
-int cuDeviceGet(int *device, int ordinal) { *device = ordinal + 40; return ordinal < 2 ? 0 : 101; }
-int cuDeviceGetName(char *name, int len, int device) {
-    /* As long as it may be, and without the NUL that the driver promises. */
-    if (device == 41) memset(name, 'x', (size_t)len); else strncpy(name, "Stub GPU", (size_t)len);
-    return 0;
-}
-#ifndef OLD
-int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)80 << 30; return device >= 40 ? 0 : 101; }
-#endif
-int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    *value = attribute == 75 ? 9 : attribute == 76 ? 0 : -1;
-    return device >= 40 ? 0 : 101;
-}
-"#;
-
-fn compile(dir: &Path, name: &str, defines: &[&str]) -> PathBuf {
-    let source = dir.join("stub.c");
-    std::fs::write(&source, STUB).unwrap();
-    let library = dir.join(name);
-    let status = Command::new("cc")
-        .args(["-shared", "-fPIC", "-o"])
-        .arg(&library)
-        .args(defines)
-        .arg(&source)
-        .status()
-        .expect("these tests need a C compiler named cc");
-    assert!(status.success());
-    library
-}
-
-/// Runs one ignored test of this file in a process that has the variable set.
-fn run(case: &str, library: &Path) {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", case, "--ignored", "--nocapture"])
-        .env(ENV_LIBRARY, library)
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
-}
+use stub::{compile, run};
 
 #[test]
 fn every_case() {

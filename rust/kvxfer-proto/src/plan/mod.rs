@@ -3,10 +3,12 @@
 //! * [`compatible`] says at connect whether two sides fit.
 //! * [`sources`] says which source ranks owe a destination rank what.
 //! * [`Template`] is what a pair of shards needs once, [`Cursor`] what a push needs: it gives the [`Piece`]s.
+//! * [`pack`] makes one run of bytes of many small pieces, and takes it apart again.
 //! * [`Digest`] is the checksum of one side's bytes of a push, over the [`Run`]s that [`Rows`] gives.
 
 mod cursor;
 mod digest;
+pub mod pack;
 mod pair;
 mod rows;
 mod segment;
