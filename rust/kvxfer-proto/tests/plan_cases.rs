@@ -3,7 +3,7 @@
 
 mod plan_support;
 
-use kvxfer_proto::layout::{DType, Kind, Order, PageLayout, Side};
+use kvxfer_proto::layout::{DType, Kind, Order, PageLayout, Side, State, StateBlock};
 use kvxfer_proto::plan::{Cursor, Piece, Request, Template, compatible, plan_all, sources};
 use plan_support::{Handoff, Table, layout, shard, side};
 use std::collections::BTreeSet;
@@ -80,12 +80,24 @@ fn case_4_mla() {
     let l = layout(1, 4, Order::Nhd, Kind::Latent);
     for rank in 0..2 {
         assert_eq!(two_pages(l, 1, l, rank, 2).check(u64::MAX, usize::MAX), 1);
-        let h = two_pages(l, 4, l, rank, 2);
-        assert_eq!(h.check(u64::MAX, usize::MAX), 1);
-        // The other three get null grants, so that they release too.
-        let owed = sources(&[l], 4, 1, &h.dst).expect("fits");
-        assert_eq!(owed.iter().filter(|o| o.is_none()).count(), 3);
     }
+    // Four pages of 32 tokens: two ranks write half of them each to either destination. The other two get null grants, so
+    // that they release too.
+    let l = layout(1, 32, Order::Nhd, Kind::Latent);
+    let mut bytes = [0; 4];
+    for rank in 0..2 {
+        let mut h = two_pages(l, 4, l, rank, 2);
+        h.src_table = Table::one(0, &[5, 2, 0, 7], 8);
+        h.dst_table = Table::one(0, &[3, 7, 1, 4], 8);
+        h.tokens = 0..128;
+        assert_eq!(h.check(u64::MAX, usize::MAX), 2);
+        let owed = sources(&[l], 4, 1, &h.dst).expect("fits");
+        assert_eq!(owed.iter().filter(|o| o.is_none()).count(), 2);
+        for (sum, index) in bytes.iter_mut().zip(0..) {
+            *sum += h.plan(index).expect("fits").iter().map(|p| p.len).sum::<u64>();
+        }
+    }
+    assert_eq!(bytes, [64 * 4 * 2; 4], "half the tokens of two layers each");
 }
 
 #[test]
@@ -153,9 +165,9 @@ fn case_9_full_prefix_hit() {
         let template = Arc::new(Template::new(&both, &both).expect("fits"));
         let request = Request {
             src_pages: vec![[10, 11, 12, 13, 14].into()],
-            src_start: 0,
+            src_tokens: 0..80,
             dst_pages: vec![[].into()],
-            dst_start: tokens.start,
+            dst_tokens: tokens.clone(),
             tokens,
             layers: 0..2,
         };
@@ -201,14 +213,15 @@ fn case_21_descriptors() {
         dtype: DType::Bfloat16,
         order: Order::Hnd,
         kind: Kind::Kv,
+        ..PageLayout::PLAIN
     };
     let both = side(l, 0, 1);
     let pieces = |src: &[u32], dst: &[u32]| {
         let request = Request {
             src_pages: vec![src.into()],
-            src_start: 0,
+            src_tokens: 0..16 * src.len() as u64,
             dst_pages: vec![dst.into()],
-            dst_start: 0,
+            dst_tokens: 0..16 * src.len() as u64,
             tokens: 0..16 * src.len() as u64,
             layers: 0..80,
         };
@@ -236,9 +249,9 @@ fn case_22_big_offsets() {
     for (src, dst) in [(40_000, 39_999), (1 << 25, u32::MAX - 1)] {
         let request = Request {
             src_pages: vec![[src].into()],
-            src_start: 0,
+            src_tokens: 0..16,
             dst_pages: vec![[dst].into()],
-            dst_start: 0,
+            dst_tokens: 0..16,
             tokens: 0..16,
             layers: 0..1,
         };
@@ -278,6 +291,44 @@ fn replicas_share_the_work() {
         busy.extend(writers(&h));
     }
     assert_eq!(busy.len(), 2);
+}
+
+/// Every number of replicas on either side: each destination is written whole, and no source writes more than one block
+/// of tokens (of each destination) above another.
+#[test]
+fn replicas_write_equally_much() {
+    for (src_tp, dst_tp) in [(8, 1), (1, 8), (8, 2), (2, 8), (6, 4), (4, 6), (8, 3), (3, 1)] {
+        for (heads, kind) in [(1, Kind::Latent), (1, Kind::Kv)] {
+            let l = PageLayout { layers: 1, head_dim: 1, ..layout(heads, 16, Order::Hnd, kind) };
+            let pages: Vec<u32> = (0..128).collect();
+            let mut bytes = vec![0; src_tp as usize];
+            for rank in 0..dst_tp {
+                let mut h = two_pages(l, src_tp, l, rank, dst_tp);
+                (h.src_table, h.dst_table) = (Table::one(0, &pages, 128), Table::one(0, &pages, 128));
+                h.tokens = 5..2000;
+                h.layers = 0..1;
+                h.check(u64::MAX, usize::MAX);
+                for (sum, index) in bytes.iter_mut().zip(0..) {
+                    *sum += h.plan(index).expect("fits").iter().map(|p| p.len).sum::<u64>();
+                }
+            }
+            let (least, most) = (bytes.iter().min().expect("some"), bytes.iter().max().expect("some"));
+            let block = 64 * u64::from(kind.tensors());
+            assert!(most - least <= block * u64::from(dst_tp), "{src_tp} to {dst_tp}: {bytes:?}");
+        }
+    }
+}
+
+#[test]
+fn replicas_share_the_layers_of_a_state() {
+    let block = StateBlock { part: 0, units: 2, unit_bytes: 3, rows: 1 };
+    let l = PageLayout { layers: 8, kind: Kind::State, state: State::new(&[block]), ..PageLayout::PLAIN };
+    let mut h = two_pages(l, 8, l, 0, 1);
+    h.layers = 0..8;
+    (h.src_table.end, h.dst_table.end) = (2, 2);
+    assert_eq!(h.check(u64::MAX, usize::MAX), 8);
+    let owed = sources(&[l], 8, 1, &h.dst).expect("fits");
+    assert_eq!(owed.iter().flatten().map(|r| r.len()).collect::<Vec<_>>(), [2; 8]);
 }
 
 #[test]
@@ -325,9 +376,9 @@ fn requests_at_the_end_of_numbers_are_refused() {
     let both = side(l, 0, 1);
     let request = |start: u64, tokens, groups: usize| Request {
         src_pages: vec![[1].into(); groups],
-        src_start: start,
+        src_tokens: start..u64::MAX,
         dst_pages: vec![[1].into(); groups],
-        dst_start: start,
+        dst_tokens: start..u64::MAX,
         tokens,
         layers: 0..u32::MAX,
     };
@@ -352,8 +403,8 @@ fn a_group_with_other_heads_and_pages_goes_along() {
         src_tp: 2,
         src_pp: 3,
         dst: Side { groups, shard: shard(1, 4) },
-        src_table: Table { start: 0, pages: vec![vec![3, 1], vec![0, 5, 2, 7]], count: vec![8, 9] },
-        dst_table: Table { start: 0, pages: vec![vec![2, 6], vec![8, 1, 3, 0]], count: vec![7, 9] },
+        src_table: Table { start: 0, end: 7, pages: vec![vec![3, 1], vec![0, 5, 2, 7]], count: vec![8, 9] },
+        dst_table: Table { start: 0, end: 7, pages: vec![vec![2, 6], vec![8, 1, 3, 0]], count: vec![7, 9] },
         tokens: 1..7,
         layers: 0..3,
     };
