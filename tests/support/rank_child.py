@@ -26,12 +26,23 @@ import kvxfer as kx
 Tensors = Mapping[tuple[int, int, str], Any]
 
 
+def layouts(given: dict[str, Any] | list[dict[str, Any]]) -> Any:
+    """A layout, or one of each group."""
+    if isinstance(given, dict):
+        return kx.PageLayout(**given)
+    return [kx.PageLayout(**group) for group in given]
+
+
 def fill(pool: kx.Pool, seed: int) -> None:
     """Words of eight bytes, none of which is there twice in any region of any seed."""
     for n, tensor in enumerate(pool.tensors.values()):
-        flat = tensor.reshape(-1).view(np.uint8)
+        # Pages with gaps between them are no one array of bytes.
+        whole = tensor if tensor.flags.c_contiguous else np.empty_like(tensor, order="C")
+        flat = whole.reshape(-1).view(np.uint8)
         words = scramble(np.arange(-(-flat.nbytes // 8), dtype=np.uint64), seed, n)
         flat[:] = words.view(np.uint8)[: flat.nbytes]
+        if whole is not tensor:
+            tensor[...] = whole
 
 
 def digest(tensors: Tensors, pages: list[int]) -> str:
@@ -66,7 +77,7 @@ def tell(ev: kx.Event) -> None:
 
 class Rank:
     def __init__(self, setup: dict[str, Any]) -> None:
-        layout, shard = kx.PageLayout(**setup["layout"]), kx.Shard(**setup["shard"])
+        layout, shard = layouts(setup["layout"]), kx.Shard(**setup["shard"])
         tls = setup["agent"].get("ucx_tls")
         self.footprint_before = footprint()
         self.guarded: Guarded | None = None

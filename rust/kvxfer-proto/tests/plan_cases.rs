@@ -3,7 +3,9 @@
 
 mod plan_support;
 
-use kvxfer_proto::layout::{DType, Kind, Order, PageLayout, Side, State, StateBlock};
+use kvxfer_proto::layout::{
+    CrossLayer, DType, Factors, Kind, LayerSplit, Order, PageLayout, Scales, Side, State, StateBlock,
+};
 use kvxfer_proto::plan::{Cursor, Piece, Request, Template, compatible, plan_all, sources};
 use plan_support::{Handoff, Table, layout, shard, side};
 use std::collections::BTreeSet;
@@ -143,6 +145,29 @@ fn case_6_heads_that_do_not_divide() {
     assert_eq!(h.dst.shard.heads(&h.dst.groups[0]), Ok(4..8));
     h.check(u64::MAX, usize::MAX);
     assert_eq!(writers(&h), [2, 3]);
+}
+
+#[test]
+fn case_7_scales() {
+    let scales = |dim, page_stride| Some(Scales { dim, dtype: DType::Float16, page_stride });
+    let from = PageLayout { scales: scales(1, Some(48)), ..layout(4, 4, Order::Hnd, Kind::Kv) };
+    let to =
+        PageLayout { scales: scales(1, None), page_stride: Some(80), ..layout(4, 4, Order::Nhd, Kind::Kv) };
+    let h = two_pages(from, 2, to, 0, 1);
+    assert_eq!(h.check(u64::MAX, usize::MAX), 2);
+    // K, V, and the scales of each: a region each, and all of them are written.
+    let regions: BTreeSet<u32> = h.plan(0).expect("fits").iter().map(|p| p.dst_region).collect();
+    assert_eq!(regions, (0..2 * 4).collect());
+
+    let refused =
+        |a: PageLayout, b: PageLayout| compatible(&side(a, 0, 1), &side(b, 0, 1)).expect_err("refused");
+    let factor = |k| PageLayout { factors: Some(Factors::new(k, 1.0)), ..from };
+    let e = refused(factor(0.5), factor(1.0));
+    assert_eq!((e.field, e.ours.as_str(), e.theirs.as_str()), ("k_scale", "0.5", "1"));
+    assert_eq!(compatible(&side(factor(1.0), 0, 1), &side(from, 0, 1)), Ok(()), "1.0 goes without saying");
+    assert_eq!(refused(factor(0.5), from).field, "k_scale");
+    assert_eq!(refused(from, PageLayout { scales: None, ..to }).field, "scales");
+    assert_eq!(refused(from, PageLayout { scales: scales(2, None), ..to }).field, "scales");
 }
 
 #[test]
@@ -412,4 +437,105 @@ fn a_group_with_other_heads_and_pages_goes_along() {
     let owed = sources(&h.src_groups, 2, 3, &h.dst).expect("fits");
     // Heads 2..4 are on tensor-parallel rank 0, the latent comes from rank 1; layers 2 + 3 over three stages.
     assert_eq!(owed, [Some(0..1), Some(0..1), Some(1..2), Some(1..2), None, Some(2..3)]);
+}
+
+#[test]
+fn what_cannot_be_done_is_refused_with_its_numbers() {
+    let l = layout(4, 4, Order::Hnd, Kind::Kv);
+    let block = |units| State::new(&[StateBlock { part: 0, units, unit_bytes: 4, rows: 1 }]);
+    let state = |units| PageLayout { kind: Kind::State, state: block(units), page_tokens: 1, ..l };
+    let window = |n| PageLayout { window: Some(n), ..l };
+    let split = |counts: &[u32]| PageLayout { split: LayerSplit::new(counts), ..l };
+    let cross = |layer_stride| PageLayout { cross: Some(CrossLayer { layer_stride }), ..l };
+    // A page of a rank's K takes 4 tokens x 4 heads x 4 bytes.
+    for (from, src_tp, to, dst_tp, words) in [
+        (
+            window(8),
+            1,
+            window(16),
+            1,
+            "window of group 0 differs: source has 8 tokens, destination has 16 tokens",
+        ),
+        (window(8), 1, l, 1, "destination has none"),
+        (state(4), 1, state(8), 1, "state block of group 0 differs: source has 4 units of 4 bytes in 1 rows"),
+        (state(6), 4, state(6), 1, "6 units of the state of group 0 cannot go from tp_size 4"),
+        (state(4), 1, l, 1, "kind of group 0 differs: source has state, destination has kv"),
+        (split(&[1, 1]), 1, l, 1, "source: group 0: pp_layers names 2 pipeline ranks, but pp_size is 1"),
+        (split(&[1, 2]), 1, l, 1, "source: group 0: pp_layers add up to 3, but the group has 2 layers"),
+        (
+            PageLayout { page_stride: Some(63), ..l },
+            1,
+            l,
+            1,
+            "page_stride_bytes is 63, but a page of part k takes 64",
+        ),
+        (l, 1, PageLayout { page_stride: Some(63), ..l }, 2, ""),
+        (
+            l,
+            1,
+            cross(Some(40)),
+            1,
+            "destination: group 0: layer_stride_bytes is 40, but a layer's page of part k takes 64",
+        ),
+        (PageLayout { dtype: DType::Uint4, head_dim: 3, ..l }, 1, l, 1, "head_dim"),
+    ] {
+        let fits = compatible(&side(from, 0, src_tp), &side(to, 0, dst_tp));
+        assert_eq!(fits.is_ok(), words.is_empty(), "{words}");
+        if let Err(e) = fits {
+            assert!(e.text.contains(words), "{e}");
+        }
+    }
+}
+
+/// The directory shows the first rank's layout, whose pages may be smaller than another's.
+#[test]
+fn what_ranks_owe_does_not_depend_on_their_strides() {
+    let l = PageLayout {
+        layers: 3,
+        split: LayerSplit::new(&[1, 2]),
+        cross: Some(CrossLayer { layer_stride: None }),
+        page_stride: Some(64),
+        ..layout(4, 4, Order::Hnd, Kind::Kv)
+    };
+    let dst = side(PageLayout { split: None, cross: None, ..l }, 0, 1);
+    assert_eq!(sources(&[l], 1, 2, &dst), Ok(vec![Some(0..1), Some(1..3)]));
+}
+
+/// All layers of both sides in one page, alike: a page is one write, and contiguous ones together.
+#[test]
+fn pages_of_all_layers_are_one_write() {
+    let l = PageLayout {
+        cross: Some(CrossLayer { layer_stride: None }),
+        layers: 8,
+        ..layout(4, 4, Order::Hnd, Kind::Fused)
+    };
+    let mut h = two_pages(l, 1, l, 0, 1);
+    h.layers = 0..8;
+    assert_eq!(h.check(u64::MAX, usize::MAX), 1);
+    assert_eq!(h.plan(0).expect("fits").len(), 2);
+    h.dst_table = Table::one(0, &[3, 4], 8);
+    h.src_table = Table::one(0, &[5, 6], 8);
+    assert_eq!(h.plan(0).expect("fits").len(), 1);
+    h.layers = 2..5;
+    h.check(u64::MAX, usize::MAX);
+    assert_eq!(h.plan(0).expect("fits").len(), 2);
+}
+
+/// A state whose bytes are all on one rank of each side is one write a region, with all its blocks.
+#[test]
+fn a_state_that_nobody_cuts_is_one_write() {
+    let block = |units, rows| StateBlock { part: 0, units, unit_bytes: 4, rows };
+    let blocks = [block(8, 3), block(2, 3), block(2, 3), block(8, 1)];
+    let l = PageLayout { layers: 2, kind: Kind::State, state: State::new(&blocks), ..PageLayout::PLAIN };
+    for (tp, writes) in [(1, 2), (2, 2)] {
+        let mut h = two_pages(l, tp, l, 0, tp);
+        (h.src_table.end, h.dst_table.end, h.tokens) = (9, 9, 0..9);
+        h.check(u64::MAX, usize::MAX);
+        assert_eq!(h.plan(0).expect("fits").len(), writes);
+    }
+    // Cut apart: three rows of x, of B and C together or apart, and the rest.
+    let mut h = two_pages(l, 2, l, 0, 1);
+    (h.src_table.end, h.dst_table.end, h.tokens) = (9, 9, 0..9);
+    h.check(u64::MAX, usize::MAX);
+    assert_eq!(h.plan(0).expect("fits").len(), 2 * (3 * 3 + 1));
 }

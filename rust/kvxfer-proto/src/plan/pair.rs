@@ -234,8 +234,15 @@ pub fn sources(
     src_pp: u32,
     dst: &Side,
 ) -> Result<Vec<Option<Range<u32>>>, LayoutError> {
+    // What a rank owes does not depend on its strides, and each has its own: those of one may be too small for another.
+    let plain = |l: &PageLayout| PageLayout {
+        page_stride: None,
+        cross: None,
+        scales: l.scales.map(|s| Scales { page_stride: None, ..s }),
+        ..*l
+    };
     let mut src = Side {
-        groups: src_groups.to_vec(),
+        groups: src_groups.iter().map(plain).collect(),
         shard: Shard { tp_rank: 0, tp_size: src_tp, pp_rank: 0, pp_size: src_pp },
     };
     compatible(&src, dst).map_err(|m| LayoutError(m.text))?;
