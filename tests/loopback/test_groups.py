@@ -111,9 +111,9 @@ def test_full_and_sliding_window(fabric: str, order: str, tp: int) -> None:
         decode.expect(room, [full, window], tokens=27, source=engine.ranks[0].address, verify="full")
         sources = [20, 14, 8, 2, 17, 11, 5]
         for rank in engine.ranks:
-            # The first chunk's last ten tokens are 10 to 19, the second's are 17 to 26.
+            # The last ten tokens of the first chunk are 10 to 19; the second has only 20 to 26.
             rank.push(room=room, pages=[sources[:5], [12, 1, 13]], start=0, tokens=20, last=False)
-            rank.push(room=room, pages=[sources[5:], [13, 4, 9]], start=20, tokens=7)
+            rank.push(room=room, pages=[sources[5:], [4, 9]], start=20, tokens=7)
         ev = decode.wait(room, 30)
         assert (ev.state, ev.released) == ("Success", True)
         for group, first, dst, src in [(0, 0, full, sources), (1, 17, window, [13, 4, 9])]:
@@ -239,8 +239,15 @@ def test_case_04_latents_of_four_ranks_go_to_two_and_all_four_are_released(fabri
                     written[n] += int(count)
             assert not np.asarray(pool.latent(0))[:8].any()
         assert written == [256] * 4
+        # A prompt shorter than a share: two of the four ranks write nothing, and end it all the same.
+        short = kx.new_room()
+        for _, agent in decodes:
+            agent.expect(short, dst[:1], tokens=10, source=engine.ranks[0].address, verify="full")
         for source in engine.ranks:
-            assert source.event(room) == {"room": room, "state": "Success", "released": True, "error": None}
+            source.push(room=short, pages=src[:1], tokens=10)
+        assert [agent.wait(short, 30).state for _, agent in decodes] == ["Success", "Success"]
+        for source, which in [(s, r) for s in engine.ranks for r in (room, short)]:
+            assert source.event(which) == {"room": which, "state": "Success", "released": True, "error": None}
 
 
 @pytest.mark.parametrize("fabric", ["shm", UCX])
@@ -261,5 +268,5 @@ def test_layers_that_share_pages(fabric: str) -> None:
         assert decode.wait(room, 30).state == "Success"
         for layer in range(2):
             # [page, K or V, head, token, dim] to [page, token, head, K or V, dim]
-            wanted = np.moveaxis(engine.pools[0].kv(layer)[[5, 2]], (1, 2, 3), (3, 2, 1))
-            assert np.array_equal(pool.kv(layer)[[3, 9]], wanted)
+            wanted = np.moveaxis(engine.pools[0].kv(layer)[[5, 2]].view(np.uint16), (1, 2, 3), (3, 2, 1))
+            assert np.array_equal(pool.kv(layer)[[3, 9]].view(np.uint16), wanted)

@@ -28,9 +28,18 @@ Tensors = Mapping[tuple[int, int, str], Any]
 
 def layouts(given: dict[str, Any] | list[dict[str, Any]]) -> Any:
     """A layout, or one of each group."""
-    if isinstance(given, dict):
-        return kx.PageLayout(**given)
-    return [kx.PageLayout(**group) for group in given]
+    if not isinstance(given, dict):
+        return [layouts(group) for group in given]
+    if "state" in given:
+        given = {**given, "state": [kx.StateBlock(*block) for block in given["state"]]}
+    return kx.PageLayout(**given)
+
+
+def ids(pages: list[Any]) -> Any:
+    """A page list as engines have it, or one of each group."""
+    if pages and isinstance(pages[0], list):
+        return [np.array(group, np.int64) for group in pages]
+    return np.array(pages, np.int64)
 
 
 def fill(pool: kx.Pool, seed: int) -> None:
@@ -104,7 +113,7 @@ class Rank:
         self.agent = kx.Agent(setup["name"], layout, shard, memory=memory, **setup["agent"])
 
     def push(self, given: dict[str, Any]) -> dict[str, Any]:
-        given["pages"] = np.array(given["pages"], np.int64)
+        given["pages"] = ids(given["pages"])
         meta = given.pop("meta", None)
         if given.get("layers") is not None:
             given["layers"] = tuple(given["layers"])
@@ -113,7 +122,7 @@ class Rank:
         return {"push": push.id}
 
     def expect(self, given: dict[str, Any]) -> None:
-        given["pages"] = np.array(given["pages"], np.int64)
+        given["pages"] = ids(given["pages"])
         self.agent.expect(**given)
 
     def retract(self, push: int) -> None:

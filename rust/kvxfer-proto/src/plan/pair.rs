@@ -56,9 +56,11 @@ pub fn compatible(src: &Side, dst: &Side) -> Result<(), Mismatch> {
     }
     for (g, (a, b)) in src.groups.iter().zip(&dst.groups).enumerate() {
         same_model(g, a, b)?;
-        let blocks = a.state.iter().flat_map(|s| s.blocks()).map(|b| (b.units, "units of the state"));
-        let heads = (!matches!(a.kind, Kind::Latent | Kind::State)).then_some((a.kv_heads, "kv_heads"));
-        for (heads, name) in heads.into_iter().chain(blocks) {
+        let blocks =
+            a.state.iter().flat_map(|s| s.blocks()).map(|b| (b.units, "units of the state", "units"));
+        let heads =
+            (!matches!(a.kind, Kind::Latent | Kind::State)).then_some((a.kv_heads, "kv_heads", "heads"));
+        for (heads, name, short) in heads.into_iter().chain(blocks) {
             for tp in [src.shard.tp_size, dst.shard.tp_size] {
                 if tp > 0 && heads % tp != 0 && (heads == 0 || tp % heads != 0) {
                     let (ours, theirs) = (src.shard.tp_size, dst.shard.tp_size);
@@ -68,7 +70,7 @@ pub fn compatible(src: &Side, dst: &Side) -> Result<(), Mismatch> {
                         theirs: theirs.to_string(),
                         text: format!(
                             "{heads} {name} of group {g} cannot go from tp_size {ours} (source) to tp_size {theirs} \
-                             (destination): {heads} cannot be split over {tp} ranks; one number must divide the other: \
+                             (destination): {heads} {short} cannot be split over {tp} ranks; one number must divide the other: \
                              choose a tp_size that divides {heads} or is a multiple of it"
                         ),
                     });
