@@ -10,9 +10,9 @@ __all__ = ["StateBlock"]
 class StateBlock(NamedTuple):
     """A part of a fixed-size state that is split over tensor-parallel ranks by itself.
 
-    A state's page is a row of blocks: of each, the units that the rank holds. Blocks that follow each other in
-    one part with the same number of `rows` share them: that row is repeated so often. For a Mamba-2 layer whose
-    convolution is kept as `[kernel - 1, x | B | C]` and whose SSM state has a region of its own:
+    A state's page is a row of blocks: of each, the units that the rank holds. Blocks that follow each other
+    in one part with the same number of `rows` share them: that row is repeated so often. For a Mamba-2 layer
+    whose convolution is kept as `[kernel - 1, x | B | C]` and whose SSM state has a region of its own:
 
     >>> import kvxfer as kx
     >>> layout = kx.PageLayout(layers=24, kind="state", state=[

@@ -166,7 +166,8 @@ class Pool:
         item = np.dtype(typestr)
         if between % item.itemsize or stride % item.itemsize:
             raise BadArgument(
-                f"group {group}: pages {stride} bytes apart and layers {between} do not hold whole {dtype} elements"
+                f"group {group}: pages {stride} bytes apart and layers {between} do not hold whole"
+                f" {dtype} elements"
             )
         steps = [item.itemsize]
         for n in reversed(shape[1:]):
@@ -309,7 +310,8 @@ def prepare(memory: object, layout: Layouts, shard: Shard, *, read_only: bool) -
                 if count == 0 or rest:
                     apart = f", {stride} bytes apart" if stride > page_bytes else ""
                     raise BadArgument(
-                        f"{name} has {region.nbytes} bytes, which is no multiple of a page's {page_bytes}{apart}"
+                        f"{name} has {region.nbytes} bytes, which is no multiple of a page's"
+                        f" {page_bytes}{apart}"
                     )
                 if count >= 2**32:
                     raise BadArgument(f"{name} has {count} pages; at most {2**32 - 1} are possible")
@@ -423,7 +425,7 @@ def region_layers(layout: PageLayout, shard: Shard) -> range:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int, page_stride: int) -> int | None:
-    """The bytes from a tensor's first to its last if its pages, which are the first axis, are contiguous and so far
+    """The bytes from a tensor's first to its last, if its pages (the first axis) are contiguous and so far
     apart; else None.
     """
     if not shape or shape[0] == 0 or strides[0] != page_stride:
@@ -448,13 +450,13 @@ def _region(tensor: Any, name: str, owners: list[object], stride: int, *, read_o
         device = getattr(tensor, "device", "cpu")
         _need_host(getattr(device, "type", str(device)), name)
         size = tensor.element_size()
-        nbytes: int | None = tensor.numel() * size
+        span: int | None = tensor.numel() * size
         if not tensor.is_contiguous():
-            nbytes = _span(tuple(tensor.shape), [n * size for n in tensor.stride()], size, stride)
-        if nbytes is None:
+            span = _span(tuple(tensor.shape), [n * size for n in tensor.stride()], size, stride)
+        if span is None:
             raise BadArgument(f"{name} is not contiguous: a region is one piece of memory")
         owners.append(tensor)
-        return Region(tensor.data_ptr(), nbytes, None)
+        return Region(tensor.data_ptr(), span, None)
     if hasattr(tensor, "__dlpack__") and hasattr(tensor, "__dlpack_device__"):
         kind = int(tensor.__dlpack_device__()[0])
         _need_host(_DLPACK_HOST.get(kind, f"DLPack device type {kind}"), name)

@@ -71,7 +71,18 @@ def test_the_first_write_is_that_of_the_side_that_moved_it() -> None:
 
 
 def test_bench_plan_has_every_case_and_counts_its_writes() -> None:
-    command = [sys.executable, "-m", "kvxfer.cli", "bench", "plan", "--tokens", "320", "--repeats", "3", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvxfer.cli",
+        "bench",
+        "plan",
+        "--tokens",
+        "320",
+        "--repeats",
+        "3",
+        "--json",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)

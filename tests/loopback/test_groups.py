@@ -1,5 +1,5 @@
-"""Two processes hand off groups of every sort: full attention beside a sliding window, Mamba-like state, scales in
-regions of their own, layers that share pages. Each byte of the destination is compared with what its layout says.
+"""Two processes hand off groups of every sort: full attention beside a sliding window, Mamba-like state,
+scales in regions of their own, layers that share pages. What arrives is compared with what each layout says.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def tokens_of(pages: list[int], tensor: np.ndarray[Any, Any], first: int, tokens
 @pytest.mark.parametrize("order", ["HND", "NHD"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_full_and_sliding_window(fabric: str, order: str, tp: int) -> None:
-    """In chunks: each brings the pages of the last tokens that prefill still holds, and what is sent of them are the last
-    ones of the room.
+    """In chunks: each brings the pages of the last tokens that prefill still holds, and what is sent of them
+    are the last ones of the room.
     """
     theirs = [FULL, WINDOW]
     ours = layouts([{**FULL, "order": order}, {**WINDOW, "order": order, "page_tokens": 8}])
@@ -254,7 +254,13 @@ def test_case_04_latents_of_four_ranks_go_to_two_and_all_four_are_released(fabri
 def test_layers_that_share_pages(fabric: str) -> None:
     """Prefill has all layers in one page, with gaps; decode has a region a layer."""
     options = {"fabric": fabric, "ucx_tls": "tcp,self" if fabric == "ucx" else None}
-    theirs = {**FULL, "kind": "fused", "cross_layer": True, "layer_stride_bytes": 640, "page_stride_bytes": 1536}
+    theirs = {
+        **FULL,
+        "kind": "fused",
+        "cross_layer": True,
+        "layer_stride_bytes": 640,
+        "page_stride_bytes": 1536,
+    }
     ours = layouts([{**FULL, "kind": "packed", "order": "NHD"}])
     shard = kx.Shard()
     pool = kx.alloc(ours, shard, pages=PAGES)

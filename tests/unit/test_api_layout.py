@@ -278,7 +278,11 @@ def test_rooms() -> None:
     assert all(0 <= room < 1 << 63 for room in rooms)
 
 
-MAMBA = (kx.StateBlock(units=8, unit_bytes=6, rows=3), kx.StateBlock(units=1, unit_bytes=4, rows=3), (8, 64, 1, 1))
+MAMBA = (
+    kx.StateBlock(units=8, unit_bytes=6, rows=3),
+    kx.StateBlock(units=1, unit_bytes=4, rows=3),
+    (8, 64, 1, 1),
+)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +307,14 @@ def test_what_is_not_plain_is_kept(given: dict[str, Any]) -> None:
 
 
 def test_plain_layouts_have_none_of_it() -> None:
-    names = ("page_stride_bytes", "layer_stride_bytes", "pp_layers", "window_tokens", "scale_dim", "scale_dtype")
+    names = (
+        "page_stride_bytes",
+        "layer_stride_bytes",
+        "pp_layers",
+        "window_tokens",
+        "scale_dim",
+        "scale_dtype",
+    )
     assert [getattr(layout(), name) for name in (*names, "scale_stride_bytes", "state")] == [None] * 8
     assert (layout().cross_layer, layout().k_scale, layout().v_scale) == (False, 1.0, 1.0)
 
@@ -313,7 +324,10 @@ def test_sizes_of_what_is_not_plain() -> None:
     assert layout(dtype="uint4").row_bytes == 4
     assert layout(page_stride_bytes=4096).page_extents(ONE) == ((page, 4096),) * 2
     cross = layout(kind="fused", cross_layer=True)
-    assert (cross.page_bytes(ONE), cross.page_extents(kx.Shard(0, 1, 0, 2))) == (4 * page, ((2 * page, 2 * page),))
+    assert (cross.page_bytes(ONE), cross.page_extents(kx.Shard(0, 1, 0, 2))) == (
+        4 * page,
+        ((2 * page, 2 * page),),
+    )
     apart = layout(cross_layer=True, layer_stride_bytes=page + 24)
     assert apart.page_extents(ONE) == ((2 * page + 24, 2 * page + 48),) * 2
     scaled = layout(scale_dim=1, scale_stride_bytes=100)
@@ -379,7 +393,9 @@ def test_a_window_plans_the_end_of_the_room() -> None:
 
     def tokens(plan: kx.Plan) -> list[tuple[int, int, int]]:
         first = plan.ops[plan.ops["src_region"] == 0]
-        return [tuple(int(op[name]) // row for name in ("src_offset", "dst_offset", "length")) for op in first]  # type: ignore[misc]
+        return [
+            tuple(int(op[name]) // row for name in ("src_offset", "dst_offset", "length")) for op in first
+        ]  # type: ignore[misc]
 
     # Tokens 4 to 9: all of page 1, and half of page 2.
     plan = kx.plan_transfer(both, both, src_pages=[5, 2], dst_pages=[0, 7], tokens=10)

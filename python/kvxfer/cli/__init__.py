@@ -138,9 +138,9 @@ def _bench(commands: Any) -> None:
         "plan",
         help="what planning a push takes on the transfer thread",
         description=(
-            "Measures how long it takes to turn page lists into writes: one TP8 rank of Qwen3-32B (64 layers, 8 "
-            "KV heads of 128, bfloat16, pages of 16 tokens) to one TP4 rank, HND and NHD, shuffled and contiguous "
-            "pages, in one process that moves no bytes."
+            "Measures how long it takes to turn page lists into writes: one TP8 rank of Qwen3-32B (64 "
+            "layers, 8 KV heads of 128, bfloat16, pages of 16 tokens) to one TP4 rank, HND and NHD, shuffled "
+            "and contiguous pages, in one process that moves no bytes."
         ),
     )
     plan.add_argument(

@@ -25,7 +25,9 @@ def _case(order: str, pages: str, tokens: int, repeats: int) -> dict[str, Any]:
     count = -(-tokens // _PAGE_TOKENS)
     src = dst = np.arange(count, dtype=np.int32)
     if pages == "shuffled":
-        src, dst = (np.random.default_rng(seed).permutation(4 * count)[:count].astype(np.int32) for seed in (1, 2))
+        src, dst = (
+            np.random.default_rng(seed).permutation(4 * count)[:count].astype(np.int32) for seed in (1, 2)
+        )
     found = _kvxfer._bench_plan(
         (layout, _SRC), (layout, _DST), src_pages=src, dst_pages=dst, tokens=tokens, repeats=repeats
     )
@@ -46,7 +48,20 @@ def _case(order: str, pages: str, tokens: int, repeats: int) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    rows = [("order", "pages", "tokens", "rows", "runs", "writes", "plan us", "ns a run", "of it pages us", "once us")]
+    rows = [
+        (
+            "order",
+            "pages",
+            "tokens",
+            "rows",
+            "runs",
+            "writes",
+            "plan us",
+            "ns a run",
+            "of it pages us",
+            "once us",
+        )
+    ]
     for case in found["cases"]:
         numbers = (
             f"{case['tokens']:,}",
@@ -61,15 +76,18 @@ def _show(found: dict[str, Any]) -> None:
         rows.append((case["order"], case["pages"], *numbers))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     aligned = [
-        [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        [
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         for row in rows
     ]
     print(f"one TP8 rank of Qwen3-32B to one TP4 rank, medians of {found['repeats']}:\n")
     print(table(aligned))
     print(
-        "\nRows are tokens of heads: the writes before anything is joined. Those that are neighbours on both sides "
-        "are a run\nwithin a page, and one write across pages. `once` is the template of the pair of shards, which a "
-        "connection compiles\nonce and which is no part of the plan's time."
+        "\nRows are tokens of heads: the writes before anything is joined. Those that are neighbours on\n"
+        "both sides are a run within a page, and one write across pages. `once` is the template of the pair\n"
+        "of shards, which a connection compiles once and which is no part of the plan's time."
     )
 
 
