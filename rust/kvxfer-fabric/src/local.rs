@@ -1,7 +1,8 @@
-//! An agent's own regions, read for checksums.
+//! An agent's own memory, read for checksums, packed and unpacked.
 
 use crate::shm::check_bounds;
-use crate::{Backing, FabricError, MemKind, RegionSpan};
+use crate::{Backing, FabricError, MemKind, Piece, RegionSpan};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A region, and what keeps its bytes where they are.
@@ -13,7 +14,7 @@ struct Local {
     _backing: Option<Arc<dyn Backing>>,
 }
 
-/// The regions of this agent, numbered as in its layout.
+/// The regions of this agent, numbered as in its layout, and after them what was added.
 #[derive(Clone, Debug)]
 pub struct LocalMemory {
     regions: Vec<Local>,
@@ -25,16 +26,80 @@ impl LocalMemory {
     /// # Errors
     /// An address or an end of a region that this process cannot have.
     pub fn new(spans: &[RegionSpan]) -> Result<Self, FabricError> {
-        let regions = spans.iter().map(|s| {
-            let bad = || FabricError::Os {
-                call: "register",
-                why: format!("a region of {} bytes at {:#x} is not in this process", s.len, s.addr),
+        Ok(Self { regions: spans.iter().map(local).collect::<Result<_, _>>()? })
+    }
+
+    /// One more region, for staging. Returns its number.
+    ///
+    /// # Errors
+    /// As [`LocalMemory::new`].
+    pub fn add(&mut self, span: &RegionSpan) -> Result<u32, FabricError> {
+        let region = u32::try_from(self.regions.len()).unwrap_or(u32::MAX);
+        self.regions.push(local(span)?);
+        Ok(region)
+    }
+
+    /// Copies the sources of these pieces, one after the other, to `off` of region `to`. Returns how many bytes that
+    /// were.
+    ///
+    /// # Errors
+    /// A piece leaves its region, all of them leave `off..end` of `to`, or it is not host memory; nothing was copied.
+    pub fn pack(&self, pieces: &[Piece], to: u32, span: Range<u64>) -> Result<u64, FabricError> {
+        self.gather(pieces, to, span, |p| (p.src_region, p.src_off), false)
+    }
+
+    /// Copies bytes from `off` of region `from` on to the destinations of these pieces, one after the other.
+    ///
+    /// # Errors
+    /// As [`LocalMemory::pack`].
+    pub fn unpack(&self, pieces: &[Piece], from: u32, span: Range<u64>) -> Result<u64, FabricError> {
+        self.gather(pieces, from, span, |p| (p.dst_region, p.dst_off), true)
+    }
+
+    fn gather(
+        &self,
+        pieces: &[Piece],
+        packed: u32,
+        span: Range<u64>,
+        place: impl Fn(&Piece) -> (u32, u64),
+        unpack: bool,
+    ) -> Result<u64, FabricError> {
+        let mut total = 0u64;
+        for piece in pieces {
+            let (region, off) = place(piece);
+            let len = usize::try_from(piece.len).unwrap_or(usize::MAX);
+            self.check(region, off, len)?;
+            total = total.saturating_add(piece.len);
+        }
+        let room = span.end.saturating_sub(span.start);
+        check_bounds("local", packed, Some(room), 0, total)?;
+        let mut at = self.check(packed, span.start, usize::try_from(total).unwrap_or(usize::MAX))?;
+        for piece in pieces {
+            let (region, off) = place(piece);
+            // Both fit: they were checked above.
+            let (Some(r), Ok(off), Ok(len)) = (
+                usize::try_from(region).ok().and_then(|r| self.regions.get(r)),
+                usize::try_from(off),
+                usize::try_from(piece.len),
+            ) else {
+                continue;
             };
-            let addr = usize::try_from(s.addr).map_err(|_| bad())?;
-            s.addr.checked_add(s.len).filter(|end| usize::try_from(*end).is_ok()).ok_or_else(bad)?;
-            Ok(Local { addr, len: s.len, kind: s.kind, _backing: s.backing.clone() })
-        });
-        Ok(Self { regions: regions.collect::<Result<_, _>>()? })
+            let (from, to) = if unpack { (at, r.addr + off) } else { (r.addr + off, at) };
+            // SAFETY: `check` says that both ranges lie in regions, which their owners keep mapped for the life of the
+            // agent. What is written is a slot or a buffer of ours that nobody else writes now (a slot is unpacked
+            // after its one write has landed and before it is lent again), or pages that were granted to the room being
+            // unpacked. `copy` allows for an overlap. A peer that breaks the protocol may write the source meanwhile:
+            // no reference to it is ever made, and each value of a byte is valid.
+            unsafe {
+                std::ptr::copy(
+                    std::ptr::with_exposed_provenance::<u8>(from),
+                    std::ptr::with_exposed_provenance_mut::<u8>(to),
+                    len,
+                );
+            }
+            at += len;
+        }
+        Ok(total)
     }
 
     /// The address of `len` bytes at `off` of a region, if they lie in it and are host memory.
@@ -87,6 +152,16 @@ impl LocalMemory {
     }
 }
 
+fn local(s: &RegionSpan) -> Result<Local, FabricError> {
+    let bad = || FabricError::Os {
+        call: "register",
+        why: format!("a region of {} bytes at {:#x} is not in this process", s.len, s.addr),
+    };
+    let addr = usize::try_from(s.addr).map_err(|_| bad())?;
+    s.addr.checked_add(s.len).filter(|end| usize::try_from(*end).is_ok()).ok_or_else(bad)?;
+    Ok(Local { addr, len: s.len, kind: s.kind, _backing: s.backing.clone() })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -114,6 +189,36 @@ mod tests {
         }
         memory.read(0, 64, &mut []).unwrap();
         assert!(matches!(memory.flip(0, 64), Err(FabricError::OutOfBounds { .. })));
+    }
+
+    #[test]
+    fn what_is_packed_comes_out_again_and_nothing_else_changes() {
+        let mut from: Vec<u8> = (0..64).collect();
+        let mut slot = vec![0xAAu8; 32];
+        let mut memory = over(&mut from, MemKind::Host);
+        let addr = slot.as_mut_ptr().expose_provenance() as u64;
+        let slot_region =
+            memory.add(&RegionSpan { addr, len: 32, kind: MemKind::Host, backing: None }).unwrap();
+        let piece = |src_off, dst_off, len| Piece { src_region: 0, src_off, dst_region: 0, dst_off, len };
+        let pieces = [piece(0, 32, 4), piece(16, 40, 4), piece(20, 48, 2)];
+        assert_eq!(memory.pack(&pieces, slot_region, 8..24).unwrap(), 10);
+        assert_eq!(slot[8..18], [0, 1, 2, 3, 16, 17, 18, 19, 20, 21]);
+        assert!(slot[..8].iter().chain(&slot[18..]).all(|b| *b == 0xAA));
+        assert_eq!(memory.unpack(&pieces, slot_region, 8..24).unwrap(), 10);
+        assert_eq!((from[32..36].to_vec(), from[40..44].to_vec()), (vec![0, 1, 2, 3], vec![16, 17, 18, 19]));
+        assert_eq!((from[36], from[44], from[48..51].to_vec()), (36, 44, vec![20, 21, 50]));
+        let before = (from.clone(), slot.clone());
+        for (bad, span) in [
+            (vec![piece(0, 0, 4), piece(61, 0, 4)], 0..32),
+            (vec![piece(0, 0, 9)], 0..8),
+            (vec![piece(0, 0, 9)], 24..64),
+            (vec![piece(0, 0, u64::MAX), piece(0, 0, 2)], 0..32),
+            (vec![Piece { src_region: 9, ..piece(0, 0, 1) }], 0..32),
+        ] {
+            assert!(memory.pack(&bad, slot_region, span).is_err());
+        }
+        assert!(memory.unpack(&[piece(0, 62, 4)], slot_region, 0..32).is_err());
+        assert_eq!((from, slot), before);
     }
 
     #[test]

@@ -79,8 +79,12 @@ pub enum Msg {
     Finished(Finished),
     /// The room failed before there was a grant (peers do not fit, bad pages).
     RoomFailed(RoomFailed),
-    /// Decode gives prefill staging slots (or takes note of freed ones).
+    /// Decode lends prefill staging slots for a push.
     Credit(Credit),
+    /// Prefill: this push comes through staging slots; lend me some.
+    Pack(Pack),
+    /// Prefill: the next slice of that push lies in this slot.
+    Packed(Packed),
 }
 
 /// First frame. Says nothing about layout, addresses or keys.
@@ -212,6 +216,8 @@ pub struct Describe {
 pub struct Attach {
     /// Name of the fabric.
     pub fabric: String,
+    /// How the acceptor reaches the initiator's staging ring on that fabric, if there is one; the fabric's own encoding.
+    pub ring: Option<Vec<u8>>,
 }
 
 /// The acceptor's answer to [`Attach`].
@@ -296,7 +302,7 @@ pub struct Grant {
     pub verify: Verify,
     /// Microseconds for which decode will wait, counted from arrival. Saves work; nothing is released by it.
     pub deadline_us: u64,
-    /// Staging slots granted with it.
+    /// Staging slots lent with it: none today, since a grant may wait long for its push; [`Credit`] lends them.
     pub credits: u32,
 }
 
@@ -414,12 +420,55 @@ pub struct RoomFailed {
 /// Staging slots.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Credit {
-    /// The room, or none for the peer's common ring.
-    pub room: Option<Room>,
+    /// The room.
+    pub room: Room,
     /// The grant the slots belong to.
     pub seq: Seq,
     /// First slot and how many.
     pub slots: (u32, u32),
+    /// The push that asked for them.
+    pub push: PushId,
+}
+
+/// A push comes packed, through the staging slots of the receiver. Both sides make the same plan of what this says, and
+/// cut it into the same slices, so that a slice needs no more words than its slot.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Pack {
+    /// The room.
+    pub room: Room,
+    /// The grant it answers.
+    pub seq: Seq,
+    /// The push, in the source's numbering.
+    pub push: PushId,
+    /// Layers and tokens of this piece.
+    pub span: Owed,
+    /// First token of the page lists.
+    pub pages_start: u64,
+    /// One source page list a group.
+    pub pages: Vec<Arc<[u32]>>,
+    /// As in [`Ready::pages_end`].
+    pub pages_end: Option<u64>,
+    /// Bytes of all its slices.
+    pub bytes: u64,
+    /// Most bytes of a slice.
+    pub slice_bytes: u64,
+    /// Slots that it can use.
+    pub slots: u32,
+}
+
+/// A slot is the receiver's again: the push's next slice lies in it, or it was not used.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Packed {
+    /// The room.
+    pub room: Room,
+    /// The grant.
+    pub seq: Seq,
+    /// The push.
+    pub push: PushId,
+    /// Which slot.
+    pub slot: u32,
+    /// Bytes of the slice, or zero if the slot was not used.
+    pub bytes: u64,
 }
 
 impl Msg {
@@ -452,6 +501,8 @@ impl Msg {
             Self::Finished(_) => "Finished",
             Self::RoomFailed(_) => "RoomFailed",
             Self::Credit(_) => "Credit",
+            Self::Pack(_) => "Pack",
+            Self::Packed(_) => "Packed",
         }
     }
 }

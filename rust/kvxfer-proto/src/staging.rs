@@ -8,8 +8,9 @@
 //! only with the sender's word (the write of that slot has landed, or the room is drained), with a completed fence, or
 //! with the sender's death. When its room fails it waits for that in quarantine.
 //!
-//! Neither end has a clock or knows messages; [`crate::msg::Grant::credits`], [`crate::msg::Credit`] and
-//! [`crate::msg::Describe::staging`] carry what they say to each other.
+//! A sender asks for slots when it has something to pack ([`crate::msg::Pack`]), not before: a grant may wait long for its
+//! push, and must not keep slots from others meanwhile. Neither end has a clock or knows messages; [`crate::node`] has them
+//! exchange [`crate::msg::Credit`] and [`crate::msg::Packed`]. [`crate::msg::Describe::staging`] says how large a ring is.
 
 use crate::ids::{Room, Seq};
 use crate::node::{Flaw, PeerKey};
@@ -190,6 +191,12 @@ impl Slots {
         self.slots.iter().any(|s| matches!(s, Slot::Unpacking(l) | Slot::Stopping(l) if l.room == room))
     }
 
+    /// Slots that this sender has, or had: everything that is not free because of it.
+    #[must_use]
+    pub fn held(&self, peer: PeerKey) -> u32 {
+        self.count(|s| s.lease().is_some_and(|l| l.peer == peer))
+    }
+
     fn count(&self, f: impl Fn(&Slot) -> bool) -> u32 {
         // At most `MAX_SLOTS`.
         u32::try_from(self.slots.iter().filter(|s| f(s)).count()).unwrap_or(MAX_SLOTS)
@@ -231,6 +238,22 @@ impl Slots {
                 Ok(Landing::Void)
             }
             _ => Err(StagingError::WrongSlot { slot, is: s.name(), wanted: "filled", room: lease.room }),
+        }
+    }
+
+    /// A sender gives a slot back that it did not use, or whose bytes count for nothing.
+    ///
+    /// # Errors
+    /// When the slot was not lent for this. Nothing has changed then.
+    pub fn returned(&mut self, lease: Lease, slot: u32) -> Result<(), StagingError> {
+        let ring = self.slots.len();
+        let s = self.slots.get_mut(slot as usize).ok_or(no_such(slot, 1, ring))?;
+        match s {
+            Slot::Lent(l) | Slot::Quarantined(l) if *l == lease => {
+                *s = Slot::Free;
+                Ok(())
+            }
+            _ => Err(StagingError::WrongSlot { slot, is: s.name(), wanted: "given back", room: lease.room }),
         }
     }
 
@@ -401,6 +424,22 @@ impl Credits {
             _ => Seq(0),
         };
         self.end(room, slot, Credit::Held(room, seq)).map(|_| ())
+    }
+
+    /// A slot goes back to the receiver, written or not: nothing of ours is in flight to it.
+    ///
+    /// # Errors
+    /// When it is not ours for this room.
+    pub fn release(&mut self, room: Room, slot: u32) -> Result<(), StagingError> {
+        let ring = self.slots.len();
+        let s = self.slots.get_mut(slot as usize).ok_or(no_such(slot, 1, ring))?;
+        match *s {
+            Credit::Held(r, _) | Credit::Writing(r, _) | Credit::Stopping(r, _) if r == room => {
+                *s = Credit::None;
+                Ok(())
+            }
+            _ => Err(StagingError::WrongSlot { slot, is: "not ours", wanted: "given back", room }),
+        }
     }
 
     fn end(&mut self, room: Room, slot: u32, then: Credit) -> Result<bool, StagingError> {

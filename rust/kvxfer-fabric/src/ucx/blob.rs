@@ -140,6 +140,32 @@ impl Blob {
     }
 }
 
+impl MemDesc {
+    /// Alone: memory that is offered after the fabric was described.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        out.extend_from_slice(&MAGIC);
+        out.push(FORMAT);
+        out.extend_from_slice(&self.base.to_le_bytes());
+        out.extend_from_slice(&self.len.to_le_bytes());
+        put_bytes(&mut out, &self.key);
+        out
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Result<Self, FabricError> {
+        let mut r = Reader { rest: bytes };
+        if r.array::<4>("magic")? != MAGIC || r.array::<1>("format")? != [FORMAT] {
+            return Err(bad("it does not start as one, or is of another format"));
+        }
+        let (base, len) = (r.u64("memory base")?, r.u64("memory length")?);
+        let key = r.bytes("key", MAX_KEY)?;
+        if base.checked_add(len).is_none() || len == 0 || key.is_empty() || !r.rest.is_empty() {
+            return Err(bad(format!("memory of {len} bytes at {base:#x}: impossible, or without a key, or too long")));
+        }
+        Ok(Self { base, len, key })
+    }
+}
+
 fn put_count(out: &mut Vec<u8>, n: usize) {
     // Counts of things in memory that were capped when the fabric was made.
     out.extend_from_slice(&u32::try_from(n).unwrap_or(u32::MAX).to_le_bytes());

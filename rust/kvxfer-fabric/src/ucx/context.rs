@@ -193,6 +193,11 @@ impl UcxPool {
         Ok(Arc::new(Self { mem }))
     }
 
+    /// The same for a fabric's own use, in its own context.
+    pub(super) fn alloc_in(context: &Arc<Context>, bytes: u64) -> Result<Arc<dyn Backing>, FabricError> {
+        Ok(Arc::new(Self { mem: Mem::alloc(context, bytes)? }))
+    }
+
     pub(super) fn mem(&self) -> &Mem {
         &self.mem
     }

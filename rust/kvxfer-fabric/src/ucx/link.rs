@@ -40,6 +40,14 @@ impl End {
         self.remotes.get(region)
     }
 
+    /// One more region of the peer. Its number follows that of the last.
+    pub(super) fn add_remote(&mut self, base: u64, len: u64, key: Rkey) -> Option<u32> {
+        let region = u32::try_from(self.remotes.len()).ok()?;
+        self.remotes.push(Remote { base, len, key: self.keys.len() });
+        self.keys.push(key);
+        Some(region)
+    }
+
     pub(super) fn remote_len(&self, region: usize) -> Option<u64> {
         self.remote_at(region).map(|r| r.len)
     }

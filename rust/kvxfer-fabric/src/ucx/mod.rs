@@ -6,6 +6,7 @@
 
 mod blob;
 mod context;
+mod extra;
 mod fence;
 mod greet;
 mod link;

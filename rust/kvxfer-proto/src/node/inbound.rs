@@ -2,6 +2,7 @@
 
 mod checks;
 mod ending;
+mod packed;
 
 use super::coverage::{CoverError, Coverage};
 use super::parts::Progress;
@@ -44,6 +45,8 @@ struct InGrant {
     /// What was said to be done and is not summed yet, in the order in which it came; the first of them under way.
     checks: VecDeque<Done>,
     checking: Option<DeliveryId>,
+    /// Pushes that come, or came, packed and are not counted yet.
+    packed: BTreeMap<PushId, packed::Packing>,
     /// Everything came, and the rank said that it was all.
     complete: bool,
     /// No write of this rank for this room can land any more.
@@ -231,6 +234,7 @@ impl Node {
                     copied: BTreeMap::new(),
                     checks: VecDeque::new(),
                     checking: None,
+                    packed: BTreeMap::new(),
                     complete: false,
                     over: false,
                     meta: None,
@@ -417,11 +421,15 @@ impl Node {
         }
         if !stands {
             if retracted {
+                self.unpack_stopped(now, room, key, seq, push);
                 self.take_deferred(now, room, key);
             }
             return;
         }
+        let packed = g.packed.contains_key(&push);
         match end {
+            DeliveryEnd::Complete { .. } if packed => self.unpacked_whole(now, room, key),
+            DeliveryEnd::Failed(reason) if packed => self.fail_inbound(now, room, reason),
             DeliveryEnd::Complete { bytes, writes } => {
                 r.progress.count(bytes, writes);
                 self.queue(now, key, Msg::Copied(Copied { room, seq, push, error: None }));
@@ -447,6 +455,8 @@ impl Node {
         if failed {
             return Ok(());
         }
+        let seq = g.seq;
+        let packed = g.packed.remove(&m.push).is_some();
         let copy = g.copies.remove(&m.push);
         g.stopping.extend(copy);
         g.copied.remove(&m.push);
@@ -458,6 +468,16 @@ impl Node {
         g.meta = None;
         if let Some(id) = copy {
             self.actions.push_back(Action::Abort(id));
+        }
+        if packed {
+            // What replaces it may be written once we neither unpack nor sum it.
+            self.stop_wanting(m.room, key, Some(m.push));
+            if copy.is_some() {
+                self.drop_check_quietly(m.room, key, m.push);
+            } else if !self.drop_check(now, m.room, key, m.push) {
+                self.tell_read(now, m.room, key, seq, m.push);
+            }
+            return Ok(());
         }
         self.drop_check(now, m.room, key, m.push);
         Ok(())
@@ -490,7 +510,7 @@ impl Node {
             self.fail_inbound(now, room, Reason::new(ReasonKind::ProtocolError, text));
             return Ok(());
         }
-        if m.last && (g.is_copying() || !g.deferred.is_empty()) {
+        if m.last && receiver_copies && (g.is_copying() || !g.deferred.is_empty()) {
             let text = format!(
                 "room {room}: push {} is said to be the last one, but others are still being copied",
                 m.push.0

@@ -14,6 +14,7 @@ mod outbound;
 mod pages;
 mod parts;
 mod peer;
+mod ring;
 mod sources;
 mod timers;
 mod tomb;
@@ -25,7 +26,8 @@ pub use pages::PageBook;
 pub use sources::Resolving;
 pub use types::{
     Action, Config, Counters, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Expect, Flaw,
-    Gauges, Mover, PeerKey, Push, RankInfo, RoomStats, SessionUp, Source, Stage, Summing, Unreleased,
+    Gauges, Mover, PeerKey, Push, RankInfo, RoomStats, SessionUp, Source, Stage, Summing, Unpacking,
+    Unreleased,
 };
 
 use crate::error::{Reason, ReasonKind};
@@ -35,6 +37,7 @@ use crate::msg::{Frame, Msg};
 use inbound::Inbound;
 use outbound::Outbound;
 use peer::Peer;
+use ring::{Packing, Ring};
 use sources::SourceState;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -71,6 +74,10 @@ pub struct Node {
     tombs: Tombs,
     book: PageBook,
     deliveries: BTreeMap<DeliveryId, DeliveryFor>,
+    /// Our staging slots, once there are some.
+    ring: Option<Ring>,
+    /// Deliveries of ours that go packed.
+    packing: BTreeMap<DeliveryId, Packing>,
     next_delivery: u64,
     early_rooms: usize,
     quarantined: u64,
@@ -109,6 +116,8 @@ impl Node {
             tombs: Tombs::default(),
             book: PageBook::new(page_counts),
             deliveries: BTreeMap::new(),
+            ring: None,
+            packing: BTreeMap::new(),
             next_delivery: 0,
             early_rooms: 0,
             quarantined: 0,
@@ -208,7 +217,9 @@ impl Node {
                 self.handle_room_failed(now, key, m.room, m.reason);
                 self.heard_of(m.room, key, None);
             }
-            (Direction::TheyGrant | Direction::WeGrant, Msg::Credit(_)) => {}
+            (Direction::TheyGrant, Msg::Credit(m)) => self.credit_arrived(now, key, &m)?,
+            (Direction::WeGrant, Msg::Pack(m)) => self.pack_arrived(now, key, m)?,
+            (Direction::WeGrant, Msg::Packed(m)) => self.packed_arrived(now, key, &m)?,
             (Direction::WeGrant, Msg::Drained(m)) => self.drained_arrived(now, key, m),
             (Direction::WeGrant, Msg::Ready(m)) => self.ready_arrived(now, key, m)?,
             (Direction::WeGrant, Msg::Retract(m)) => self.retract_arrived(now, key, &m)?,
@@ -227,9 +238,13 @@ impl Node {
     pub fn handle_delivery(&mut self, now: Time, id: DeliveryId, end: DeliveryEnd) {
         match self.deliveries.remove(&id) {
             Some(DeliveryFor::Inbound(room, key, push)) => {
+                self.unpacking_over(now, id);
                 self.inbound_delivery(now, id, (room, key, push), end);
             }
-            Some(DeliveryFor::Outbound(room, key, push)) => self.outbound_delivery(now, room, key, push, end),
+            Some(DeliveryFor::Outbound(room, key, push)) => {
+                self.packing_over(now, id, (room, key, push));
+                self.outbound_delivery(now, room, key, push, end);
+            }
             Some(DeliveryFor::Check(room, key)) => self.check_over(now, id, room, key, end),
             None => {}
         }
@@ -329,6 +344,8 @@ impl Node {
             deliveries: self.deliveries.len() as u64,
             timers: self.timers.len() as u64,
             unacknowledged: self.peers.values().map(|p| p.link.unacknowledged() as u64).sum(),
+            staging_slots: self.ring.as_ref().map_or(0, |r| r.taken().into()),
+            quarantined_slots: self.ring.as_ref().map_or(0, |r| r.quarantined().into()),
         }
     }
 
@@ -409,7 +426,7 @@ impl Node {
 }
 
 /// Pages of `size` tokens that hold tokens `first..end`.
-fn pages_needed(size: u64, first: u64, end: u64) -> u64 {
+pub(crate) fn pages_needed(size: u64, first: u64, end: u64) -> u64 {
     let size = size.max(1);
     (first % size).saturating_add(end.saturating_sub(first)).div_ceil(size)
 }

@@ -2,6 +2,7 @@
 
 mod ending;
 mod orders;
+mod packed;
 mod sums;
 
 use super::coverage::intersect;
@@ -10,6 +11,7 @@ use super::types::{Delivery, DeliveryEnd, DeliveryId, Flaw, Mover, Push, Stage};
 use super::{Action, DeliveryFor, Node, PeerKey, Timer, pages_needed};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{PushId, Room, Seq, Time};
+use crate::layout::PageLayout;
 use crate::msg::{Copied, Done, Drained, Grant, Msg, Owed, Ready, Verify};
 use crate::plan::Request;
 use std::collections::{BTreeMap, BTreeSet};
@@ -51,7 +53,7 @@ pub(super) struct Dest {
     /// What it wants summed.
     verify: Verify,
     parts: BTreeMap<PushId, Part>,
-    /// Pushes that were written and that the destination may still be summing.
+    /// Pushes that the destination may still be reading: summing what was written, or unpacking what went packed.
     unread: BTreeSet<PushId>,
     /// `Done { last }` is out.
     last_sent: bool,
@@ -150,6 +152,22 @@ fn cut(list: &Arc<[u32]>, need: u64) -> Arc<[u32]> {
         Some(head) if head.len() < list.len() => Arc::from(head),
         _ => list.clone(),
     }
+}
+
+/// What a destination has to know of a push's page lists to make the same plan: the lists, which may be longer than the
+/// piece needs, and the end of their tokens where a group holds only the last ones.
+fn offered_pages(
+    groups: &[PageLayout],
+    pages: &[Arc<[u32]>],
+    pushed: (u64, u64),
+    span: &Owed,
+) -> (Vec<Arc<[u32]>>, Option<u64>) {
+    let pages = pages.iter().zip(groups).map(|(list, layout)| {
+        let first = layout.held(pushed.0..pushed.1).start;
+        cut(list, pages_needed(layout.page_tokens.into(), first, span.tokens.1))
+    });
+    let partial = groups.iter().any(|g| g.last_tokens().is_some());
+    (pages.collect(), partial.then_some(pushed.1))
 }
 
 fn page_count(lists: &[Arc<[u32]>]) -> u64 {
@@ -402,14 +420,7 @@ impl Node {
                     Part::Writing(id)
                 }
                 Mover::Receiver => {
-                    // The engine may have given more than the piece needs.
-                    let pages = pages.iter().zip(&groups).map(|(list, layout)| {
-                        let first = layout.held(pushed.0..pushed.1).start;
-                        cut(list, pages_needed(layout.page_tokens.into(), first, span.tokens.1))
-                    });
-                    let pages = pages.collect();
-                    let partial = groups.iter().any(|g| g.last_tokens().is_some());
-                    let pages_end = partial.then_some(pushed.1);
+                    let (pages, pages_end) = offered_pages(&groups, &pages, pushed, &span);
                     let pages_start = pushed.0;
                     let ready = Ready { room, seq, push, span, pages_start, pages, pages_end };
                     self.queue(now, key, Msg::Ready(ready));

@@ -7,6 +7,7 @@ use crate::error::{Reason, ReasonKind};
 use crate::ids::{Room, Seq, SessionNo, Time};
 use crate::link::{GENERATIONS_AHEAD, Link, Resume};
 use crate::msg::{Cancel, Msg, RoomFailed};
+use crate::staging::Credits;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Rooms that a peer which was given up is to hear of later; what is beyond that ends there by its own timeout.
@@ -54,6 +55,8 @@ pub(super) struct Peer {
     pub(super) ranks: Option<u32>,
     /// Rooms that it granted and that nothing was pushed for yet, and the pages in their lists.
     pub(super) early: (usize, u64),
+    /// Slots of its ring that it has lent to us, if it has one.
+    pub(super) credits: Option<Credits>,
 }
 
 impl Peer {
@@ -522,6 +525,7 @@ impl Node {
         }
         self.inbound_fenced(now, key);
         self.outbound_fenced(now, key);
+        self.slots_fenced(now, key);
         if self.peers.get(&key).is_some_and(|p| p.dead || p.gone) {
             self.forget_peer(now, key);
         }

@@ -254,6 +254,18 @@ pub struct Delivery {
     pub request: Request,
 }
 
+/// A push that comes packed, in the driver's hands until it reports a [`DeliveryEnd`]: it makes the same plan as the
+/// sender, and unpacks each slice that [`Action::Landed`] names.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Unpacking {
+    /// What it would be if it were copied.
+    pub delivery: Delivery,
+    /// Bytes of all slices, as the sender says.
+    pub bytes: u64,
+    /// Most bytes of a slice.
+    pub slice_bytes: u64,
+}
+
 /// Bytes to sum, in the driver's hands until it reports a [`DeliveryEnd`]: our own, of one piece that was moved.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Summing {
@@ -376,6 +388,25 @@ pub enum Action {
     },
     /// Move these bytes.
     Deliver(Delivery),
+    /// A delivery that goes packed ([`Node::handle_pack`](super::Node::handle_pack)) may write one slice to this slot of
+    /// the peer's ring; answer with `handle_packed` once that is flushed.
+    Lent {
+        /// Which delivery.
+        id: DeliveryId,
+        /// Slot of the peer's ring.
+        slot: u32,
+    },
+    /// A push comes packed.
+    Unpack(Unpacking),
+    /// The next slice of such a push lies in this slot of ours; answer with `handle_unpacked` once it is read.
+    Landed {
+        /// Which push.
+        id: DeliveryId,
+        /// Slot of our ring.
+        slot: u32,
+        /// Bytes.
+        bytes: u64,
+    },
     /// Sum these bytes of ours; answer with `handle_delivery`.
     Sum(Summing),
     /// Post nothing more of this delivery, and report its end once nothing is in flight. Of a sum: read nothing more.
@@ -441,6 +472,10 @@ pub struct Gauges {
     pub timers: u64,
     /// Control messages that wait to be sent or acknowledged.
     pub unacknowledged: u64,
+    /// Slots of our staging ring that are not free.
+    pub staging_slots: u64,
+    /// Of those, slots of ended rooms that a peer may still write: in quarantine.
+    pub quarantined_slots: u64,
 }
 
 /// A room whose pages are still not free when the node is asked.

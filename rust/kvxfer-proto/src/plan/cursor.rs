@@ -129,6 +129,23 @@ impl Cursor {
         self.runs
     }
 
+    /// Pieces of the whole push, but for runs that are joined across boxes: pages that follow each other on both sides
+    /// count once. Cheaper than making them.
+    #[must_use]
+    pub fn pieces(&self) -> u64 {
+        let of = |w: &Work| {
+            let lanes = self.template.strands.get(w.strand).map_or(0, |s| u64::from(s.lanes));
+            let in_lane = w.segments.list.iter().map(|segment| {
+                w.segments.shapes.get(segment.shape).map_or(1, |shape| {
+                    shape.iter().fold(1_u64, |n, dim| n.saturating_mul(dim.count))
+                })
+            });
+            let in_lane = in_lane.fold(0_u64, u64::saturating_add);
+            in_lane.saturating_mul(lanes).saturating_mul(w.layers.len() as u64)
+        };
+        self.works.iter().map(of).fold(0, u64::saturating_add)
+    }
+
     /// Bytes of the whole push, given already or not.
     #[must_use]
     pub const fn total_bytes(&self) -> u64 {

@@ -4,8 +4,10 @@
 //! * [`sources`] says which source ranks owe a destination rank what.
 //! * [`Template`] is what a pair of shards needs once, [`Cursor`] what a push needs: it gives the [`Piece`]s.
 //! * [`pack`] makes one run of bytes of many small pieces, and takes it apart again.
+//! * [`Cost`] says whether that is worth it.
 //! * [`Digest`] is the checksum of one side's bytes of a push, over the [`Run`]s that [`Rows`] gives.
 
+mod cost;
 mod cursor;
 mod digest;
 pub mod pack;
@@ -14,6 +16,7 @@ mod rows;
 mod segment;
 mod template;
 
+pub use cost::{Cost, Load, sample};
 pub use cursor::{Cursor, Request, plan_all};
 pub use digest::{Digest, Sum};
 pub use pair::{Mismatch, compatible, sources};

@@ -7,7 +7,8 @@ use crate::error::{Reason, ReasonKind};
 use crate::layout::Shard;
 use crate::msg::{
     Attach, Attached, Cancel, Challenge, Copied, Credit, Describe, Done, Drained, Entries, Entry,
-    FabricOffer, Finished, Grant, Hello, Lookup, Owed, Proof, Ready, RegionShape, Retract, RoomFailed,
+    FabricOffer, Finished, Grant, Hello, Lookup, Owed, Pack, Packed, Proof, Ready, RegionShape, Retract,
+    RoomFailed,
 };
 
 /// `tag field` is a required field, `tag field?` may be absent.
@@ -58,7 +59,7 @@ fields! {
         1 name, 2 engine, 3 dp_rank, 4 role, 5 mode, 6 groups, 7 shard, 8 pages, 9 model, 10 regions,
         11 fabrics, 12 received, 13 link_generation, 14 staging, 15 process,
     }
-    Attach { 1 fabric }
+    Attach { 1 fabric, 2 ring (?) }
     Attached { 1 error (?), 2 info }
     Entry { 1 name, 2 engine, 3 dp_rank, 4 incarnation, 5 groups, 6 shard, 7 address }
     Lookup { 1 engine }
@@ -76,7 +77,11 @@ fields! {
     }
     Finished { 1 room, 2 seq, 3 error (?) }
     RoomFailed { 1 room, 2 reason }
-    Credit { 1 room (?), 2 seq, 3 slots }
+    Credit { 1 room, 2 seq, 3 slots, 4 push }
+    Pack {
+        1 room, 2 seq, 3 push, 4 span, 5 pages_start, 6 pages, 7 pages_end (?), 8 bytes, 9 slice_bytes, 10 slots,
+    }
+    Packed { 1 room, 2 seq, 3 push, 4 slot, 5 bytes }
     Shard { 1 tp_rank, 2 tp_size, 3 pp_rank, 4 pp_size }
     RegionShape { 1 group, 2 layer, 3 part, 4 len, 5 kind }
     FabricOffer { 1 name, 2 blob }

@@ -36,7 +36,7 @@ use crate::error::Reason;
 use crate::ids::{Incarnation, SessionNo};
 use crate::msg::{
     Attach, Attached, Cancel, Challenge, Copied, Credit, Describe, Done, Drained, Entries, Entry, Finished,
-    Frame, Grant, Hello, Lookup, Msg, Proof, Ready, Retract, RoomFailed, VERSION,
+    Frame, Grant, Hello, Lookup, Msg, Pack, Packed, Proof, Ready, Retract, RoomFailed, VERSION,
 };
 use value::{At, Fields, Value, need, put_field, set};
 
@@ -184,6 +184,10 @@ pub mod kind {
     pub const ROOM_FAILED: u8 = 72;
     /// [`Msg::Credit`].
     pub const CREDIT: u8 = 73;
+    /// [`Msg::Pack`].
+    pub const PACK: u8 = 74;
+    /// [`Msg::Packed`].
+    pub const PACKED: u8 = 75;
 }
 
 /// The number of a message's kind.
@@ -215,6 +219,8 @@ pub fn kind_of(msg: &Msg) -> u8 {
         Msg::Finished(_) => kind::FINISHED,
         Msg::RoomFailed(_) => kind::ROOM_FAILED,
         Msg::Credit(_) => kind::CREDIT,
+        Msg::Pack(_) => kind::PACK,
+        Msg::Packed(_) => kind::PACKED,
     }
 }
 
@@ -316,6 +322,8 @@ fn put_msg(msg: &Msg, out: &mut Vec<u8>) -> Result<(), WireError> {
         Msg::Finished(m) => m.put(out, WHOLE),
         Msg::RoomFailed(m) => m.put(out, WHOLE),
         Msg::Credit(m) => m.put(out, WHOLE),
+        Msg::Pack(m) => m.put(out, WHOLE),
+        Msg::Packed(m) => m.put(out, WHOLE),
     }
 }
 
@@ -357,6 +365,8 @@ fn get_msg(header: Header, body: &[u8]) -> Result<Decoded, WireError> {
         kind::FINISHED => Msg::Finished(Finished::get(body, WHOLE)?),
         kind::ROOM_FAILED => Msg::RoomFailed(RoomFailed::get(body, WHOLE)?),
         kind::CREDIT => Msg::Credit(Credit::get(body, WHOLE)?),
+        kind::PACK => Msg::Pack(Pack::get(body, WHOLE)?),
+        kind::PACKED => Msg::Packed(Packed::get(body, WHOLE)?),
         _ => return Ok(Decoded::Unknown(header)),
     };
     let Header { incarnation, session, number, .. } = header;

@@ -238,6 +238,7 @@ impl Net {
                 }
                 Action::Deliver(delivery) => self.start_delivery(i, delivery),
                 Action::Sum(sum) => self.start_sum(i, sum),
+                Action::Lent { .. } | Action::Unpack(_) | Action::Landed { .. } => unreachable!("no ring here"),
                 Action::Abort(id) if self.stop_sum(i, id) => {}
                 Action::Abort(id) => {
                     if let Some(r) = self.nodes[i].running.get_mut(&id) {

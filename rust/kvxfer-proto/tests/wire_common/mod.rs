@@ -134,7 +134,7 @@ pub fn samples() -> Vec<Frame> {
         Msg::Accept(Proof { mac: [0xd4; 32] }),
         Msg::Describe(Box::new(describe())),
         Msg::Refuse(Reason::new(ReasonKind::LayoutMismatch, "dtype differs")),
-        Msg::Attach(Attach { fabric: "shm".into() }),
+        Msg::Attach(Attach { fabric: "shm".into(), ring: None }),
         Msg::Attached(Attached { error: Some(reason()), info: "rc_x".into() }),
         Msg::Ack(77),
         Msg::Ping(78),
@@ -156,14 +156,22 @@ pub fn samples() -> Vec<Frame> {
         }),
         Msg::Cancel(Cancel { room, upto: seq, reason: Reason::new(ReasonKind::Cancelled, "gone") }),
         Msg::Drained(Drained { room, seq, reason: Reason::new(ReasonKind::Cancelled, "gone") }),
-        Msg::Ready(Ready { room, seq, push, span: span.clone(), pages_start: 16, pages, pages_end: None }),
+        Msg::Ready(Ready {
+            room,
+            seq,
+            push,
+            span: span.clone(),
+            pages_start: 16,
+            pages: pages.clone(),
+            pages_end: None,
+        }),
         Msg::Retract(Retract { room, seq, push }),
         Msg::Copied(Copied { room, seq, push, error: Some(reason()) }),
         Msg::Done(Done {
             room,
             seq,
             push,
-            span,
+            span: span.clone(),
             last: true,
             end_token: 2_000,
             meta: Some(vec![1, 2, 3].into()),
@@ -173,7 +181,20 @@ pub fn samples() -> Vec<Frame> {
         }),
         Msg::Finished(Finished { room, seq, error: Some(reason()) }),
         Msg::RoomFailed(RoomFailed { room, reason: reason() }),
-        Msg::Credit(Credit { room: Some(room), seq, slots: (3, 4) }),
+        Msg::Credit(Credit { room, seq, slots: (3, 4), push }),
+        Msg::Pack(Pack {
+            room,
+            seq,
+            push,
+            span,
+            pages_start: 16,
+            pages,
+            pages_end: Some(2_000),
+            bytes: 1 << 20,
+            slice_bytes: 256 << 10,
+            slots: 4,
+        }),
+        Msg::Packed(Packed { room, seq, push, slot: 5, bytes: 256 << 10 }),
     ];
     msgs.into_iter()
         .map(|msg| Frame {
@@ -298,7 +319,8 @@ fn any_handshake() -> impl Strategy<Value = Msg> {
         any::<[u8; 32]>().prop_map(|mac| Msg::Accept(Proof { mac })),
         any_describe().prop_map(|d| Msg::Describe(Box::new(d))),
         any_reason().prop_map(Msg::Refuse),
-        any_text().prop_map(|fabric| Msg::Attach(Attach { fabric })),
+        (any_text(), proptest::option::of(vec(any::<u8>(), 0..200)))
+            .prop_map(|(fabric, ring)| Msg::Attach(Attach { fabric, ring })),
         (proptest::option::of(any_reason()), any_text())
             .prop_map(|(error, info)| Msg::Attached(Attached { error, info })),
     ]
@@ -386,8 +408,31 @@ fn any_numbered() -> impl Strategy<Value = Msg> {
         any_done(),
         (room(), error()).prop_map(|((room, seq), error)| Msg::Finished(Finished { room, seq, error })),
         (any_room(), any_reason()).prop_map(|(room, reason)| Msg::RoomFailed(RoomFailed { room, reason })),
-        (proptest::option::of(any_room()), any::<u64>(), any::<(u32, u32)>())
-            .prop_map(|(room, seq, slots)| Msg::Credit(Credit { room, seq: Seq(seq), slots })),
+        (push(), any::<(u32, u32)>())
+            .prop_map(|((room, seq, push), slots)| Msg::Credit(Credit { room, seq, slots, push })),
+        (push(), any_owed(), any::<(u64, Option<u64>, u64, u64, u32)>(), any_pages()).prop_map(
+            |((room, seq, push), span, (pages_start, pages_end, bytes, slice_bytes, slots), pages)| {
+                Msg::Pack(Pack {
+                    room,
+                    seq,
+                    push,
+                    span,
+                    pages_start,
+                    pages,
+                    pages_end,
+                    bytes,
+                    slice_bytes,
+                    slots,
+                })
+            }
+        ),
+        (push(), any::<(u32, u64)>()).prop_map(|((room, seq, push), (slot, bytes))| Msg::Packed(Packed {
+            room,
+            seq,
+            push,
+            slot,
+            bytes
+        })),
     ]
 }
 

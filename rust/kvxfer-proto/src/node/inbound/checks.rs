@@ -36,8 +36,13 @@ impl Node {
             self.fail_inbound(now, room, Reason::new(ReasonKind::ProtocolError, text));
             return true;
         }
-        if !wanted && g.checks.is_empty() {
+        if !wanted && g.checks.is_empty() && !g.packed.contains_key(&m.push) {
             return false;
+        }
+        if let Some(text) = g.lacks_slices(m) {
+            let reason = Reason::new(ReasonKind::ProtocolError, format!("room {room}: {text}"));
+            self.fail_inbound(now, room, reason);
+            return true;
         }
         g.checks.push_back(m.clone());
         r.progress.touch(now);
@@ -46,7 +51,7 @@ impl Node {
     }
 
     /// Counts what needs no sum, and begins the next one unless one is under way.
-    fn next_check(&mut self, now: Time, room: Room, key: PeerKey) {
+    pub(super) fn next_check(&mut self, now: Time, room: Room, key: PeerKey) {
         loop {
             let Some(r) = self.inbound.get_mut(&room) else { return };
             let Some(g) = r.grants.get_mut(&key) else { return };
@@ -54,8 +59,17 @@ impl Node {
                 return;
             }
             let Some(first) = g.checks.front() else { return };
-            if area(&first.span) == 0 {
+            if g.copies.contains_key(&first.push) {
+                // Not all of its slices are unpacked.
+                return;
+            }
+            let unsummed = r.verify == Verify::Off;
+            if area(&first.span) == 0 || unsummed {
                 if let Some(done) = g.checks.pop_front() {
+                    let seq = g.seq;
+                    if g.packed.remove(&done.push).is_some() {
+                        self.tell_read(now, room, key, seq, done.push);
+                    }
                     self.count_done(now, key, done);
                 }
                 continue;
@@ -95,6 +109,7 @@ impl Node {
         g.checking = None;
         let seq = g.seq;
         let Some(done) = g.checks.pop_front() else { return };
+        g.packed.remove(&done.push);
         let push = done.push.0;
         let reason = match end {
             DeliveryEnd::Summed(sum) if Some(sum) == done.checksum => {
@@ -123,22 +138,31 @@ impl Node {
         self.fail_inbound(now, room, reason);
     }
 
-    /// A push was taken back: it needs no sum any more.
-    pub(super) fn drop_check(&mut self, now: Time, room: Room, key: PeerKey, push: PushId) {
-        let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key)) else { return };
+    /// A push was taken back: it needs no sum any more. Whether the source was told that we do not read it.
+    pub(super) fn drop_check(&mut self, now: Time, room: Room, key: PeerKey, push: PushId) -> bool {
+        let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key)) else { return false };
         let (seq, before) = (g.seq, g.checks.len());
         if g.checking.is_some() && g.checks.front().is_some_and(|d| d.push == push) {
             self.actions.extend(g.checking.take().map(Action::Abort));
         }
         g.checks.retain(|d| d.push != push);
-        if g.checks.len() < before {
+        let dropped = g.checks.len() < before;
+        if dropped {
             self.tell_read(now, room, key, seq, push);
             self.next_check(now, room, key);
+        }
+        dropped
+    }
+
+    /// The same of a push that is still being unpacked, and so not summed yet; the source is told later.
+    pub(super) fn drop_check_quietly(&mut self, room: Room, key: PeerKey, push: PushId) {
+        if let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&key)) {
+            g.checks.retain(|d| d.push != push);
         }
     }
 
     /// Where the sender writes, it may write in place of a push that it took back once we do not read it any more.
-    fn tell_read(&mut self, now: Time, room: Room, key: PeerKey, seq: Seq, push: PushId) {
+    pub(super) fn tell_read(&mut self, now: Time, room: Room, key: PeerKey, seq: Seq, push: PushId) {
         if self.peers.get(&key).and_then(|p| p.attached) == Some(Mover::Sender) {
             self.queue(now, key, Msg::Copied(Copied { room, seq, push, error: None }));
         }

@@ -68,6 +68,9 @@ impl Node {
         let Some(mut r) = self.inbound.remove(&room) else { return };
         self.timers.cancel(Timer::Inbound(room));
         r.progress.advance(now, Stage::Success);
+        for (key, g) in &r.grants {
+            self.slots_drained(now, *key, room, g.seq);
+        }
         self.book.release(&r.pages);
         self.counters.succeeded += 1;
         for (key, g) in &r.grants {
@@ -107,9 +110,12 @@ impl Node {
         }
         // A copy of ours may still run; the room is not over before that has stopped.
         g.over = true;
-        if r.failure.is_none() {
+        let failed = r.failure.is_some();
+        if !failed {
             self.fail_inbound(now, m.room, m.reason);
-        } else {
+        }
+        self.slots_drained(now, key, m.room, m.seq);
+        if failed {
             self.maybe_release_inbound(m.room);
         }
     }
@@ -136,6 +142,7 @@ impl Node {
             }
             self.actions.extend(g.copies.values().map(|id| Action::Abort(*id)));
             self.actions.extend(g.drop_checks().map(Action::Abort));
+            g.packed.clear();
             if too_early {
                 g.copies.clear();
                 g.stopping.clear();
@@ -146,6 +153,7 @@ impl Node {
             }
             orders.push((*key, g.seq, unheard));
         }
+        self.quarantine_slots(room);
         self.count_failure(&reason);
         self.unresolve_room(room, &source, &reason);
         for (key, seq, unheard) in orders {

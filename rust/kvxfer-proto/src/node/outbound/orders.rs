@@ -186,11 +186,14 @@ impl Node {
                 Some(Part::Writing(id)) => {
                     dest.parts.insert(push, Part::Stopping);
                     self.actions.push_back(Action::Abort(id));
+                    if dest.unread.contains(&push) {
+                        tell.push((*key, dest.seq));
+                    }
                 }
                 Some(Part::Summing { id, offered, .. }) => {
                     dest.parts.insert(push, Part::Stopping);
                     self.actions.push_back(Action::Abort(id));
-                    if offered {
+                    if offered || dest.unread.contains(&push) {
                         tell.push((*key, dest.seq));
                     }
                 }

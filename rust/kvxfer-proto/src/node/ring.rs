@@ -1,0 +1,301 @@
+//! Staging slots within a node: who waits for ours, and what we hold of others'.
+
+use super::{DeliveryId, Node, PeerKey};
+use crate::ids::{PushId, Room, Time};
+use crate::msg::{Credit, Msg};
+use crate::staging::{Credits, Lease, Slots, StagingError};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// A push that wants slots of ours.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+struct Want {
+    lease: Lease,
+    push: PushId,
+    left: u32,
+}
+
+/// Our staging slots.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub(super) struct Ring {
+    slots: Slots,
+    /// In turn.
+    wants: VecDeque<Want>,
+    /// Slots out of which the driver copies, or will.
+    unpacking: BTreeMap<DeliveryId, BTreeSet<u32>>,
+}
+
+/// A delivery of ours that goes packed.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+pub(super) struct Packing {
+    /// Slots of the peer's ring that are ours for it.
+    pub(super) slots: BTreeSet<u32>,
+}
+
+impl Ring {
+    pub(super) fn slots(&self) -> &Slots {
+        &self.slots
+    }
+
+    pub(super) fn slots_mut(&mut self) -> &mut Slots {
+        &mut self.slots
+    }
+
+    pub(super) fn quarantined(&self) -> u32 {
+        self.slots.quarantined()
+    }
+
+    pub(super) fn taken(&self) -> u32 {
+        let all = u32::try_from(self.slots.slots().len()).unwrap_or(u32::MAX);
+        all.saturating_sub(self.slots.free())
+    }
+
+    pub(super) fn want(&mut self, lease: Lease, push: PushId, slots: u32) {
+        self.wants.push_back(Want { lease, push, left: slots });
+    }
+
+    pub(super) fn is_wanted(&self, lease: Lease, push: PushId) -> bool {
+        self.wants.iter().any(|w| w.lease == lease && w.push == push)
+    }
+
+    /// Lends what is free, to each push in its turn. No sender gets more slots than are left for the others: one that
+    /// stops, and whose slots stay in quarantine, leaves half of the ring to them.
+    fn lend(&mut self) -> Vec<(Lease, PushId, (u32, u32))> {
+        let mut out = Vec::new();
+        let mut passed = 0;
+        while passed < self.wants.len() {
+            let Some(mut want) = self.wants.pop_front() else { break };
+            let (free, held) = (self.slots.free(), self.slots.held(want.lease.peer));
+            let may = free.saturating_sub(held).div_ceil(2).min(want.left);
+            // At most as many as each of the others could have too.
+            let turns = u32::try_from(self.wants.len()).unwrap_or(u32::MAX).saturating_add(1);
+            let runs = self.slots.lend(want.lease, may.min(free.div_ceil(turns)));
+            passed += 1;
+            for run in runs {
+                want.left = want.left.saturating_sub(run.1);
+                out.push((want.lease, want.push, run));
+                passed = 0;
+            }
+            if want.left > 0 {
+                self.wants.push_back(want);
+            }
+        }
+        out
+    }
+
+    /// The driver has this slot in hand from now on.
+    pub(super) fn unpack(&mut self, id: DeliveryId, lease: Lease, slot: u32) -> Result<(), StagingError> {
+        self.slots.unpack(lease, slot)?;
+        self.unpacking.entry(id).or_default().insert(slot);
+        Ok(())
+    }
+
+    fn emptied(&mut self, slot: u32) {
+        let lease = self.slots.slots().get(slot as usize).and_then(crate::staging::Slot::lease);
+        if let Some(lease) = lease {
+            // The driver had it in hand, so it was being unpacked.
+            let _ = self.slots.unpacked(lease, slot);
+        }
+    }
+
+    fn unpacked(&mut self, id: DeliveryId, slot: u32) {
+        if self.unpacking.get_mut(&id).is_some_and(|slots| slots.remove(&slot)) {
+            self.emptied(slot);
+        }
+    }
+
+    fn over(&mut self, id: DeliveryId) {
+        for slot in self.unpacking.remove(&id).unwrap_or_default() {
+            self.emptied(slot);
+        }
+    }
+
+    fn stop_wanting(&mut self, room: Room, key: PeerKey, push: Option<PushId>) {
+        self.wants.retain(|w| {
+            w.lease.room != room || w.lease.peer != key || push.is_some_and(|push| w.push != push)
+        });
+    }
+}
+
+impl Node {
+    /// There is memory now for a ring of so many slots, which peers may write for pushes that come packed.
+    ///
+    /// # Errors
+    /// When such a ring cannot be.
+    pub fn handle_ring(&mut self, slot_bytes: u64, count: u32) -> Result<(), StagingError> {
+        if self.ring.is_none() {
+            let slots = Slots::new(slot_bytes, count, self.cfg.flaw)?;
+            self.ring = Some(Ring { slots, wants: VecDeque::new(), unpacking: BTreeMap::new() });
+        }
+        Ok(())
+    }
+
+    /// Deliveries to this peer may go packed: it has a ring of so many slots.
+    ///
+    /// # Errors
+    /// When such a ring cannot be.
+    pub fn handle_peer_ring(
+        &mut self,
+        key: PeerKey,
+        slot_bytes: u64,
+        count: u32,
+    ) -> Result<(), StagingError> {
+        let fresh = Credits::new(slot_bytes, count)?;
+        if let Some(peer) = self.peers.get_mut(&key) {
+            peer.credits.get_or_insert(fresh);
+        }
+        Ok(())
+    }
+
+    /// The driver has read a slot of ours.
+    pub fn handle_unpacked(&mut self, now: Time, id: DeliveryId, slot: u32) {
+        if let Some(ring) = &mut self.ring {
+            ring.unpacked(id, slot);
+            self.lend(now);
+        }
+    }
+
+    /// Nothing is copied out of slots for this delivery any more.
+    pub(super) fn unpacking_over(&mut self, now: Time, id: DeliveryId) {
+        if let Some(ring) = &mut self.ring {
+            ring.over(id);
+            self.lend(now);
+        }
+    }
+
+    /// A room, or one push of it, wants no slots any more.
+    pub(super) fn stop_wanting(&mut self, room: Room, key: PeerKey, push: Option<PushId>) {
+        if let Some(ring) = &mut self.ring {
+            ring.stop_wanting(room, key, push);
+        }
+    }
+
+    /// Lends what slots are free to whoever waits for some.
+    pub(super) fn lend(&mut self, now: Time) {
+        let Some(ring) = &mut self.ring else { return };
+        for (lease, push, slots) in ring.lend() {
+            let Lease { peer, room, seq } = lease;
+            self.queue(now, peer, Msg::Credit(Credit { room, seq, slots, push }));
+        }
+    }
+
+    /// A room has failed: its slots wait for the peers' answers.
+    pub(super) fn quarantine_slots(&mut self, room: Room) {
+        if let Some(ring) = &mut self.ring {
+            ring.slots.fail(room);
+            ring.wants.retain(|w| w.lease.room != room);
+        }
+    }
+
+    /// A sender has said its last word on a room: whatever it was lent for it is free.
+    pub(super) fn slots_drained(&mut self, now: Time, key: PeerKey, room: Room, upto: crate::ids::Seq) {
+        if let Some(ring) = &mut self.ring {
+            ring.stop_wanting(room, key, None);
+            if ring.slots.drained(key, room, upto) > 0 {
+                self.lend(now);
+            }
+        }
+    }
+
+    /// A peer was fenced: nothing of it lands any more, and the driver has dropped what it had of it.
+    pub(super) fn slots_fenced(&mut self, now: Time, key: PeerKey) {
+        if let Some(peer) = self.peers.get_mut(&key)
+            && let Some(credits) = &mut peer.credits
+        {
+            credits.lost();
+        }
+        let deliveries = &self.deliveries;
+        self.packing.retain(|id, _| deliveries.contains_key(id));
+        let Some(ring) = &mut self.ring else { return };
+        let gone: Vec<DeliveryId> =
+            ring.unpacking.keys().filter(|id| !deliveries.contains_key(id)).copied().collect();
+        for id in gone {
+            ring.over(id);
+        }
+        ring.wants.retain(|w| w.lease.peer != key);
+        ring.slots.fenced(key);
+        self.lend(now);
+    }
+
+    /// For checkers: the slots of our ring.
+    #[must_use]
+    pub fn ring_slots(&self) -> Option<&Slots> {
+        self.ring.as_ref().map(Ring::slots)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::{Incarnation, Seq};
+    use crate::node::Direction;
+
+    fn lease(peer: u64, room: u64) -> Lease {
+        let peer = PeerKey { incarnation: Incarnation(peer), direction: Direction::WeGrant };
+        Lease { peer, room: Room::new(room).unwrap(), seq: Seq(1) }
+    }
+
+    fn ring(slots: u32) -> Ring {
+        Ring {
+            slots: Slots::new(64, slots, None).unwrap(),
+            wants: VecDeque::new(),
+            unpacking: BTreeMap::new(),
+        }
+    }
+
+    fn lent(ring: &mut Ring) -> BTreeMap<u64, u32> {
+        ring.lend().into_iter().fold(BTreeMap::new(), |mut by, (lease, _, run)| {
+            *by.entry(lease.room.get()).or_default() += run.1;
+            by
+        })
+    }
+
+    #[test]
+    fn a_peer_that_stops_leaves_slots_for_the_others() {
+        let mut r = ring(16);
+        r.want(lease(1, 1), PushId(1), 100);
+        assert_eq!(lent(&mut r), BTreeMap::from([(1, 8)]), "half of the ring, however many it asks for");
+        r.slots.fail(lease(1, 1).room);
+        r.want(lease(1, 2), PushId(2), 100);
+        assert_eq!(lent(&mut r), BTreeMap::new(), "its quarantine counts as its own");
+        r.want(lease(2, 3), PushId(3), 100);
+        assert_eq!(lent(&mut r), BTreeMap::from([(3, 4)]));
+        r.want(lease(3, 4), PushId(4), 100);
+        assert_eq!(lent(&mut r), BTreeMap::from([(4, 2)]));
+    }
+
+    #[test]
+    fn rooms_take_turns_at_slots_that_come_free() {
+        let mut r = ring(8);
+        r.want(lease(1, 1), PushId(1), 100);
+        assert_eq!(lent(&mut r), BTreeMap::from([(1, 4)]));
+        r.want(lease(1, 2), PushId(2), 3);
+        r.want(lease(2, 3), PushId(3), 3);
+        assert_eq!(lent(&mut r), BTreeMap::from([(3, 2)]), "the other peer has none yet");
+        let mut got: BTreeMap<u64, u32> = BTreeMap::new();
+        for slot in [0, 1, 2, 3] {
+            let owner = r.slots.slots()[slot as usize].lease().unwrap();
+            r.slots.returned(owner, slot).unwrap();
+            for (room, n) in lent(&mut r) {
+                *got.entry(room).or_default() += n;
+            }
+        }
+        assert!(got.get(&2).is_some_and(|n| *n >= 1), "the room that came last has its turn: {got:?}");
+    }
+
+    #[test]
+    fn a_ring_of_one_slot_serves_everybody_in_turn() {
+        let mut r = ring(1);
+        for room in 1..=3 {
+            r.want(lease(room, room), PushId(room), 2);
+        }
+        let mut order = Vec::new();
+        for _ in 0..6 {
+            let runs = r.lend();
+            assert_eq!(runs.len(), 1);
+            order.push(runs[0].0.room.get());
+            r.slots.returned(runs[0].0, 0).unwrap();
+        }
+        assert_eq!(order, [1, 2, 3, 1, 2, 3]);
+        assert!(r.wants.is_empty() && r.slots.free() == 1);
+    }
+}
