@@ -3,7 +3,7 @@
 use crate::config::{AgentConfig, FabricChoice, StartError};
 use kvxfer_fabric::shm::{ShmFabric, ShmOptions};
 use kvxfer_fabric::ucx::{UcxFabric, UcxOptions};
-use kvxfer_fabric::{Completion, EndRole, EpId, Fabric, FabricError, Piece};
+use kvxfer_fabric::{Completion, EndRole, EpId, Fabric, FabricError, Piece, RegionSpan};
 use kvxfer_proto::msg::FabricOffer;
 use kvxfer_proto::node::{Direction, Mover, PeerKey};
 use rustix::fd::BorrowedFd;
@@ -130,6 +130,27 @@ impl Carriers {
 
     pub(crate) fn post(&mut self, which: Which, ep: EpId, pieces: &[Piece]) -> Result<(), FabricError> {
         with_fabric!(self, which, f => f.post(ep, pieces)).unwrap_or(Err(FabricError::NoEndpoint(ep.0)))
+    }
+
+    fn ucx(&mut self) -> Result<&mut UcxFabric, FabricError> {
+        let why = || "only ucx takes memory later".to_owned();
+        self.ucx.as_mut().ok_or_else(|| FabricError::Unavailable { fabric: "ucx", why: why() })
+    }
+
+    /// Memory for staging, registered with ucx, the one fabric over which the sender writes. Returns the number by which
+    /// its pieces name it.
+    pub(crate) fn add_memory(&mut self, bytes: u64) -> Result<(u32, RegionSpan), FabricError> {
+        self.ucx()?.add_memory(bytes)
+    }
+
+    /// What a peer needs to write to such memory.
+    pub(crate) fn export_memory(&mut self, region: u32) -> Result<Vec<u8>, FabricError> {
+        self.ucx()?.export_memory(region)
+    }
+
+    /// Such memory of a peer's, which we write to: the number by which pieces name it, and its length.
+    pub(crate) fn import_memory(&mut self, ep: EpId, blob: &[u8]) -> Result<(u32, u64), FabricError> {
+        self.ucx()?.import_memory(ep, blob)
     }
 
     pub(crate) fn flush(&mut self, which: Which, ep: EpId, ticket: u64) -> Result<(), FabricError> {

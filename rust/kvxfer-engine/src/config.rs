@@ -35,6 +35,49 @@ impl FabricChoice {
     }
 }
 
+/// Whether pushes go through staging slots: packed by the sender, unpacked by the receiver.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub enum StagingMode {
+    /// Where it is faster, by what was measured when the peers connected.
+    #[default]
+    Auto,
+    /// Wherever the peer lends slots, and lends some to every peer.
+    Always,
+    /// Never, and lends none.
+    Never,
+}
+
+impl StagingMode {
+    /// `auto`, `always` or `never`.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "auto" => Some(Self::Auto),
+            "always" => Some(Self::Always),
+            "never" => Some(Self::Never),
+            _ => None,
+        }
+    }
+}
+
+/// The ring of staging slots that an agent lends to peers which write to it. Its memory is allocated when the first peer
+/// connects whose pushes may use it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Staging {
+    /// Whether.
+    pub mode: StagingMode,
+    /// Slots of the ring.
+    pub slots: u32,
+    /// Bytes of a slot.
+    pub slot_bytes: u64,
+}
+
+impl Default for Staging {
+    fn default() -> Self {
+        Self { mode: StagingMode::Auto, slots: 32, slot_bytes: 256 << 10 }
+    }
+}
+
 /// Files of an agent's TLS, all PEM. Both sides of every connection show a certificate and check the other's.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TlsConfig {
@@ -90,6 +133,8 @@ pub struct AgentConfig {
     pub spin: Duration,
     /// Bytes of one slice of data work.
     pub slice_bytes: u64,
+    /// Staging slots.
+    pub staging: Staging,
     /// UCX transports, instead of the defaults.
     pub ucx_tls: Option<String>,
     /// Folder of the `libucx` wheel's libraries, if it is installed.
@@ -123,6 +168,7 @@ impl AgentConfig {
             queue_capacity: 4096,
             spin: Duration::from_micros(50),
             slice_bytes: 256 << 10,
+            staging: Staging::default(),
             ucx_tls: None,
             ucx_wheel_dir: None,
             node: node::Config::default(),
@@ -153,6 +199,7 @@ impl fmt::Debug for AgentConfig {
             queue_capacity,
             spin,
             slice_bytes,
+            staging,
             ucx_tls,
             ucx_wheel_dir,
             node,
@@ -177,6 +224,7 @@ impl fmt::Debug for AgentConfig {
             .field("queue_capacity", queue_capacity)
             .field("spin", spin)
             .field("slice_bytes", slice_bytes)
+            .field("staging", staging)
             .field("ucx_tls", ucx_tls)
             .field("ucx_wheel_dir", ucx_wheel_dir)
             .field("node", node)

@@ -3,6 +3,7 @@
 mod directory;
 mod effects;
 mod peers;
+mod staging;
 mod sums;
 
 use crate::address::{DEFAULT_PORT, HostPort};
@@ -13,7 +14,7 @@ use crate::control::{ConnId, Control, ControlEvent, Guard, Limits, TOKEN_FABRIC,
 use crate::primitive::lock;
 use crate::queue::Order;
 use crate::rooms::RoomShared;
-use crate::sched::Scheduler;
+use crate::sched::{InSlot, Scheduler};
 use crate::shared::{Shared, panicked};
 use crate::stats::Stats;
 use directory::Directory;
@@ -23,6 +24,7 @@ use kvxfer_proto::msg::{RegionShape, Role};
 use kvxfer_proto::node::{DeliveryId, Flaw, Node, PeerKey, Stage};
 use kvxfer_proto::{Incarnation, PushId, Reason, ReasonKind, Room, SessionNo, Time};
 use peers::PeerIo;
+use staging::{Packer, Ticket};
 use rustix::fd::AsFd;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -45,8 +47,9 @@ pub(crate) struct Driver {
     node: Node,
     control: Control,
     carriers: Carriers,
-    /// Our own regions, for checksums.
+    /// Our own regions, for checksums and staging.
     memory: LocalMemory,
+    staging: Packer,
     flip_a_byte: bool,
     sched: Scheduler,
     directory: Directory,
@@ -61,7 +64,7 @@ pub(crate) struct Driver {
     /// When this side moved the first byte of a room.
     first_write: HashMap<Room, u64>,
     /// Who is told of a flush.
-    tickets: HashMap<u64, (DeliveryId, PeerKey)>,
+    tickets: HashMap<u64, Ticket>,
     fences: HashMap<u64, PeerKey>,
     /// Why a flow that is being stopped has failed.
     failures: HashMap<DeliveryId, Reason>,
@@ -169,6 +172,7 @@ impl Driver {
         let carriers = Carriers::new(config)?;
         control.spare_descriptors = carriers.spare_descriptors();
         let memory = LocalMemory::new(&config.regions).map_err(|e| StartError::Fabric(e.to_string()))?;
+        let staging = Packer::new(config).map_err(StartError::BadArgument)?;
         for (i, fd) in (0u64..).zip(carriers.fds()) {
             control.watch(fd, TOKEN_FABRIC + i)?;
         }
@@ -182,6 +186,7 @@ impl Driver {
             control,
             carriers,
             memory,
+            staging,
             flip_a_byte: config.node.flaw == Some(Flaw::FlipAByte),
             directory,
             peers: HashMap::new(),
@@ -308,7 +313,7 @@ impl Driver {
         let timers = [self.node.poll_timeout(), handshakes, retry, settled, self.closing];
         let next = timers.into_iter().flatten().min();
         let mut wait = next.map(|t| Duration::from_micros(t.since_us(now)));
-        if !self.tickets.is_empty() || !self.signals.is_empty() {
+        if !self.tickets.is_empty() || !self.signals.is_empty() || self.staging.is_probing() {
             // Not every transport has an event for the end of a send (UCX's shared memory has none), nor has a GPU's.
             wait = Some(wait.map_or(IN_FLIGHT_NAP, |w| w.min(IN_FLIGHT_NAP)));
         }
@@ -418,6 +423,7 @@ impl Driver {
             return false;
         }
         let mut pieces = std::mem::take(&mut self.pieces);
+        self.sched.can_pack = self.staging.has_buffer();
         let peers = &self.peers;
         let slice = self.sched.next_slice(&mut pieces, |key| {
             peers.get(&key).is_some_and(|p| p.endpoint.is_some() && p.in_flight < SLICES_IN_FLIGHT)
@@ -427,7 +433,11 @@ impl Driver {
             self.sum_slice(now, slice);
         } else if let Some(slice) = slice {
             self.first_write.entry(slice.room).or_insert(now.0);
-            self.post_slice(now, slice, &pieces);
+            match slice.slot {
+                None => self.post_slice(now, slice, &pieces),
+                Some(InSlot::Pack(slot)) => self.pack_slice(now, slice, slot, &pieces),
+                Some(InSlot::Unpack(slot, bytes)) => self.unpack_slice(now, slice, slot, bytes, &pieces),
+            }
         }
         self.pieces = pieces;
         posted
@@ -452,6 +462,7 @@ impl Driver {
             + self.settling.len()
             + self.directory.len()
             + self.carriers.len()
+            + self.staging.entries()
     }
 
     fn publish_stats(&mut self, now: Time) {

@@ -46,7 +46,7 @@ pub use address::{DEFAULT_PORT, HostPort};
 #[cfg(not(loom))]
 pub use agent::{Agent, new_room, stage_name};
 #[cfg(not(loom))]
-pub use config::{AgentConfig, FabricChoice, StartError, TlsConfig};
+pub use config::{AgentConfig, FabricChoice, Staging, StagingMode, StartError, TlsConfig};
 #[cfg(not(loom))]
 pub use control::Limits;
 #[cfg(not(loom))]

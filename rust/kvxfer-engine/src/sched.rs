@@ -12,6 +12,10 @@ use std::collections::{HashMap, VecDeque};
 #[derive(Debug)]
 enum Work {
     Move(Cursor),
+    /// Moves through slots that the peer lends, a slice of at most so many bytes each.
+    Pack { cursor: Box<Cursor>, slice_bytes: u64, slots: VecDeque<u32> },
+    /// Takes such slices apart again, as they land: slots of ours, and bytes in each.
+    Unpack { cursor: Box<Cursor>, slice_bytes: u64, landed: VecDeque<(u32, u64)> },
     Sum(Box<Digest>),
 }
 
@@ -51,6 +55,8 @@ pub(crate) struct Scheduler {
     turns: HashMap<Room, Turn>,
     ring: VecDeque<Room>,
     quantum: u64,
+    /// Whether there is a buffer to pack into.
+    pub(crate) can_pack: bool,
 }
 
 /// A slice to post, or to sum.
@@ -61,10 +67,23 @@ pub(crate) struct Slice {
     pub(crate) room: Room,
     /// It is to be summed by [`Scheduler::sum`], at most so many bytes.
     pub(crate) sum: Option<u64>,
+    /// It goes into, or comes out of, this slot.
+    pub(crate) slot: Option<InSlot>,
+}
+
+/// What a slice has to do with a slot.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum InSlot {
+    /// It is to be packed, and written to this slot of the peer's.
+    Pack(u32),
+    /// It is to be unpacked from this slot of ours, which has so many bytes of it.
+    Unpack(u32, u64),
 }
 
 /// Pieces a slice may have at most: bounds the time between two looks at the control channel when pieces are tiny.
 const SLICE_PIECES: usize = 1024;
+/// The same of a slice that is packed. Both sides cut a push alike: never change it without the wire's version.
+const PACKED_PIECES: usize = 4096;
 /// Rows that a slice may look at: the same for sums of small rows, and for samples, which skip most of them.
 const SLICE_CELLS: u64 = 16_384;
 
@@ -76,6 +95,46 @@ impl Scheduler {
     pub(crate) fn add(&mut self, id: DeliveryId, peer: PeerKey, room: Room, cursor: Cursor) {
         let exhausted = cursor.total_bytes() == 0;
         self.begin(id, peer, room, Work::Move(cursor), exhausted);
+    }
+
+    /// A delivery that goes packed, once slots are lent for it.
+    pub(crate) fn add_packed(
+        &mut self,
+        id: DeliveryId,
+        peer: PeerKey,
+        room: Room,
+        cursor: Cursor,
+        slice_bytes: u64,
+    ) {
+        let work = Work::Pack { cursor: Box::new(cursor), slice_bytes, slots: VecDeque::new() };
+        self.begin(id, peer, room, work, false);
+    }
+
+    /// A push that comes packed.
+    pub(crate) fn add_unpacking(
+        &mut self,
+        id: DeliveryId,
+        peer: PeerKey,
+        room: Room,
+        cursor: Cursor,
+        slice_bytes: u64,
+    ) {
+        let work = Work::Unpack { cursor: Box::new(cursor), slice_bytes, landed: VecDeque::new() };
+        self.begin(id, peer, room, work, false);
+    }
+
+    /// A slot for a delivery that goes packed.
+    pub(crate) fn lent(&mut self, id: DeliveryId, slot: u32) {
+        if let Some(Work::Pack { slots, .. }) = self.flows.get_mut(&id).map(|f| &mut f.work) {
+            slots.push_back(slot);
+        }
+    }
+
+    /// A slice of a push that comes packed.
+    pub(crate) fn landed(&mut self, id: DeliveryId, slot: u32, bytes: u64) {
+        if let Some(Work::Unpack { landed, .. }) = self.flows.get_mut(&id).map(|f| &mut f.work) {
+            landed.push_back((slot, bytes));
+        }
     }
 
     /// A sum takes its turns as a delivery does.
@@ -113,32 +172,54 @@ impl Scheduler {
             let room = self.ring.pop_front()?;
             let Some(turn) = self.turns.get_mut(&room) else { continue };
             turn.flows.retain(|id| self.flows.get(id).is_some_and(|f| !f.exhausted && !f.aborted));
-            let Some(id) = turn.flows.front().copied() else {
+            if turn.flows.is_empty() {
                 self.turns.remove(&room);
                 continue;
-            };
-            let Some(flow) = self.flows.get_mut(&id) else { continue };
-            // A sum needs nothing of its peer.
-            let moves = matches!(flow.work, Work::Move(_));
-            if moves && !may_post(flow.peer) {
-                // It keeps its place and gains nothing by waiting.
-                self.ring.push_back(room);
-                continue;
             }
-            turn.deficit = turn.deficit.saturating_add(self.quantum).min(2 * self.quantum);
-            let Work::Move(cursor) = &mut flow.work else {
-                let slice = Slice { id, peer: flow.peer, room, sum: Some(turn.deficit) };
-                self.ring.push_back(room);
-                return Some(slice);
+            let can_pack = self.can_pack;
+            let goes = |flow: &Flow| match &flow.work {
+                // A sum needs nothing of its peer.
+                Work::Sum(_) => true,
+                Work::Unpack { landed, .. } => !landed.is_empty(),
+                _ => false,
             };
-            flow.exhausted = !cursor.fill(out, turn.deficit, SLICE_PIECES);
+            let mut ready = |flow: &Flow| {
+                goes(flow)
+                    || match &flow.work {
+                        Work::Move(_) => may_post(flow.peer),
+                        Work::Pack { slots, .. } => can_pack && !slots.is_empty() && may_post(flow.peer),
+                        _ => false,
+                    }
+            };
+            // One that waits for its peer, or for a slot, holds up none behind it, which may have what others wait for.
+            let id = turn.flows.iter().find(|id| self.flows.get(id).is_some_and(&mut ready)).copied();
+            self.ring.push_back(room);
+            let Some(flow) = id.and_then(|id| self.flows.get_mut(&id)) else {
+                // It keeps its place and gains nothing by waiting.
+                continue;
+            };
+            turn.deficit = turn.deficit.saturating_add(self.quantum).min(2 * self.quantum);
+            let mut slice = Slice { id: flow.id, peer: flow.peer, room, sum: None, slot: None };
+            match &mut flow.work {
+                Work::Sum(_) => {
+                    slice.sum = Some(turn.deficit);
+                    return Some(slice);
+                }
+                Work::Move(cursor) => flow.exhausted = !cursor.fill(out, turn.deficit, SLICE_PIECES),
+                Work::Pack { cursor, slice_bytes, slots } => {
+                    slice.slot = slots.pop_front().map(InSlot::Pack);
+                    flow.exhausted = !cursor.fill(out, *slice_bytes, PACKED_PIECES);
+                }
+                Work::Unpack { cursor, slice_bytes, landed } => {
+                    slice.slot = landed.pop_front().map(|(slot, bytes)| InSlot::Unpack(slot, bytes));
+                    flow.exhausted = !cursor.fill(out, *slice_bytes, PACKED_PIECES);
+                }
+            }
             let bytes: u64 = out.iter().map(|p| p.len).sum();
             turn.deficit = turn.deficit.saturating_sub(bytes);
             flow.bytes += bytes;
-            flow.writes += out.len() as u64;
+            flow.writes += if matches!(flow.work, Work::Pack { .. }) { 1 } else { out.len() as u64 };
             flow.in_flight += 1;
-            let slice = Slice { id, peer: flow.peer, room, sum: None };
-            self.ring.push_back(room);
             return Some(slice);
         }
         None
@@ -185,7 +266,9 @@ impl Scheduler {
         let flow = self.flows.remove(&id)?;
         Some(match flow.work {
             _ if flow.aborted => FlowEnd::Aborted,
-            Work::Move(_) => FlowEnd::Complete { bytes: flow.bytes, writes: flow.writes },
+            Work::Move(_) | Work::Pack { .. } | Work::Unpack { .. } => {
+                FlowEnd::Complete { bytes: flow.bytes, writes: flow.writes }
+            }
             Work::Sum(digest) => FlowEnd::Summed(digest.value()),
         })
     }

@@ -24,6 +24,14 @@ pub struct Stats {
     pub moved_bytes: u64,
     /// Bytes that this agent summed for checksums.
     pub summed_bytes: u64,
+    /// Bytes that this agent packed into staging slots, and unpacked from its own.
+    pub packed_bytes: u64,
+    /// See `packed_bytes`.
+    pub unpacked_bytes: u64,
+    /// Deliveries of this agent that went packed, and those that went direct though they could have gone packed.
+    pub packed_deliveries: u64,
+    /// See `packed_deliveries`.
+    pub direct_deliveries: u64,
     /// Writes or copies it made.
     pub writes: u64,
     /// System calls for data.

@@ -395,7 +395,7 @@ fn strangers_are_told_nothing_of_names_layout_addresses_or_keys() {
     for msg in [
         Msg::Lookup(kvxfer_proto::msg::Lookup { engine: String::new() }),
         Msg::Ping(1),
-        Msg::Attach(kvxfer_proto::msg::Attach { fabric: "shm".to_owned() }),
+        Msg::Attach(kvxfer_proto::msg::Attach { fabric: "shm".to_owned(), ring: None }),
         Msg::RoomFailed(kvxfer_proto::msg::RoomFailed {
             room: kvxfer_proto::Room::new(1).unwrap(),
             reason: kvxfer_proto::Reason::new(ReasonKind::Cancelled, "x"),

@@ -175,6 +175,8 @@ impl World<'_> {
                 Action::Stage(..) | Action::TellRefused { .. } => {}
                 Action::Deliver(delivery) => self.deliver(i, delivery),
                 Action::Sum(sum) => self.begin_sum(i, sum),
+                // No agent here has a ring.
+                Action::Lent { .. } | Action::Unpack(_) | Action::Landed { .. } => {}
                 Action::Abort(id) if self.agents[i].stop_sum(id) => {
                     let now = self.time();
                     self.agents[i].node.handle_delivery(now, id, DeliveryEnd::Aborted);

@@ -215,7 +215,7 @@ impl World<'_> {
             }
         }
         let fabric = if self.sender_writes() { "sim" } else { "copy" };
-        self.send_session(i, key, Msg::Attach(Attach { fabric: fabric.to_owned() }));
+        self.send_session(i, key, Msg::Attach(Attach { fabric: fabric.to_owned(), ring: None }));
     }
 
     /// Keeps an endpoint with the plan for the two shards.

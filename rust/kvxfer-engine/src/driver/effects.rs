@@ -1,6 +1,7 @@
 //! Carrying out what the state machine wants, and telling it what came of it.
 
 use super::peers::Endpoint;
+use super::staging::Ticket;
 use super::{Driver, Retry};
 use crate::carriers::{Which, mover};
 use crate::rooms::AgentEvent;
@@ -31,6 +32,9 @@ impl Driver {
                 Action::Stage(room, stage) => self.stage_changed(room, stage),
                 Action::Deliver(delivery) => self.deliver(now, delivery),
                 Action::Sum(sum) => self.begin_sum(now, sum),
+                Action::Lent { id, slot } => self.sched.lent(id, slot),
+                Action::Unpack(unpacking) => self.begin_unpacking(now, unpacking),
+                Action::Landed { id, slot, bytes } => self.sched.landed(id, slot, bytes),
                 Action::Abort(id) => {
                     let end = self.sched.abort(id);
                     self.flow_over(now, id, end);
@@ -63,7 +67,10 @@ impl Driver {
         };
         match Cursor::new(template.clone(), delivery.request, src, dst) {
             Ok(cursor) => {
-                self.sched.add(delivery.id, key, delivery.room, cursor);
+                match self.packs(now, delivery.id, key, &cursor) {
+                    Some(bytes) => self.sched.add_packed(delivery.id, key, delivery.room, cursor, bytes),
+                    None => self.sched.add(delivery.id, key, delivery.room, cursor),
+                }
                 let end = self.sched.take_end(delivery.id);
                 self.flow_over(now, delivery.id, end);
             }
@@ -106,17 +113,14 @@ impl Driver {
                 self.stats.slices += 1;
                 self.stats.writes += pieces.len() as u64;
                 self.stats.moved_bytes += pieces.iter().map(|p| p.len).sum::<u64>();
-                self.tickets.insert(ticket, (slice.id, slice.peer));
-                if let Some(io) = self.peers.get_mut(&slice.peer) {
-                    io.in_flight += 1;
-                }
+                self.in_flight(ticket, slice, None);
             }
             Err(e) => self.slice_failed(now, slice, which, &e),
         }
     }
 
     /// A slice that was not posted: what was posted before it may still be in flight.
-    fn slice_failed(&mut self, now: Time, slice: Slice, which: Which, error: &FabricError) {
+    pub(super) fn slice_failed(&mut self, now: Time, slice: Slice, which: Which, error: &FabricError) {
         let kind = match error {
             FabricError::OutOfBounds { .. } => ReasonKind::PageError,
             _ => ReasonKind::FabricError,
@@ -134,7 +138,10 @@ impl Driver {
     }
 
     pub(super) fn flushed(&mut self, now: Time, ticket: u64, result: Result<(), FabricError>) {
-        let Some((id, key)) = self.tickets.remove(&ticket) else { return };
+        let Some(Ticket { id, peer: key, packed }) = self.tickets.remove(&ticket) else {
+            self.probed(now, ticket, &result);
+            return;
+        };
         if let Some(io) = self.peers.get_mut(&key) {
             io.in_flight = io.in_flight.saturating_sub(1);
         }
@@ -153,6 +160,10 @@ impl Driver {
                 return;
             }
         }
+        if let Some(packed) = packed {
+            self.staging.free_buffer(packed.buffer);
+            self.node.handle_packed(now, id, packed.slot, packed.bytes);
+        }
         let end = self.sched.flushed(id);
         self.flow_over(now, id, end);
     }
@@ -162,7 +173,8 @@ impl Driver {
         for id in self.sched.drop_peer(key) {
             self.failures.remove(&id);
         }
-        self.tickets.retain(|_, (_, k)| *k != key);
+        self.tickets.retain(|_, t| t.peer != key);
+        self.staging.drop_probe(key);
         let Some(io) = self.peers.get_mut(&key) else {
             self.node.handle_fenced(now, key, Ok(()));
             return;
@@ -196,6 +208,9 @@ impl Driver {
         self.fences.retain(|_, k| *k != key);
         self.directory.stale = true;
         self.attempts.remove(&Retry::Connect(key));
+        self.tickets.retain(|_, t| t.peer != key);
+        self.staging.drop_probe(key);
+        self.staging.free_buffers_of(key);
     }
 
     pub(super) fn fenced(&mut self, now: Time, ticket: u64, result: Result<(), FabricError>) {
@@ -208,6 +223,8 @@ impl Driver {
         if let (Err(e), Some(io)) = (&result, self.peers.get_mut(&key)) {
             io.tcp = !matches!(e, FabricError::NoFence { transport, .. } if !transport.contains("tcp"));
         }
+        // Our endpoint is closed, and with it every write out of these.
+        self.staging.free_buffers_of(key);
         let result = match key.direction {
             Direction::WeGrant => result.map_err(|e| Reason::new(ReasonKind::FabricError, e.to_string())),
             // Our own writes ended when our endpoint was closed, whatever the transport promises its target.

@@ -1,5 +1,6 @@
 //! Sessions and endpoints: from a connection that passed its handshake to a peer with whom bytes can move.
 
+use super::staging::Lane;
 use super::{Driver, Retry};
 use crate::address::HostPort;
 use crate::carriers::{self, Which, mover};
@@ -22,6 +23,8 @@ pub(super) struct Endpoint {
     pub(super) which: Which,
     pub(super) ep: EpId,
     pub(super) template: Arc<Template>,
+    /// The peer's staging ring, if we may write to one.
+    pub(super) lane: Option<Lane>,
 }
 
 /// What the driver knows of a peer.
@@ -53,6 +56,8 @@ pub(super) struct PeerIo {
     answered_at: Option<Time>,
     /// Slices whose flush has not come back.
     pub(super) in_flight: usize,
+    /// How to reach its ring, until there is an endpoint.
+    ring_offer: Option<Vec<u8>>,
     /// A connection on which the peers did not fit; rooms are failed on it.
     refused: Option<ConnId>,
 }
@@ -169,7 +174,7 @@ impl Driver {
             fabrics: self.carriers.offers(),
             received,
             link_generation,
-            staging: (0, 0),
+            staging: self.staging.offers(),
             process: self.me.process.clone(),
         };
         let mut events = Vec::new();
@@ -243,8 +248,9 @@ impl Driver {
     /// Decode's side: uses the endpoint there is, or makes one over the best fabric that reaches the peer.
     fn attach(&mut self, now: Time, key: PeerKey) {
         if let Some(e) = self.peers.get(&key).and_then(|io| io.endpoint.as_ref()) {
-            let fabric = carriers::name(e.which).to_owned();
-            self.send_session(key, Msg::Attach(Attach { fabric }));
+            let which = e.which;
+            let ring = self.offer_ring(key);
+            self.send_session(key, Msg::Attach(Attach { fabric: carriers::name(which).to_owned(), ring }));
             return;
         }
         let mut why = "no fabric in common reaches it".to_owned();
@@ -307,7 +313,7 @@ impl Driver {
         match frame.msg {
             // On the connection of an older session: what was asked or answered there is void.
             Msg::Attach(_) | Msg::Attached(_) if !present => {}
-            Msg::Attach(m) => self.attach_asked(now, key, &m.fabric),
+            Msg::Attach(m) => self.attach_asked(now, key, m),
             Msg::Attached(m) => self.attach_answered(now, key, m),
             // The peer checks more than we do, and does not want us.
             Msg::Refuse(reason) if is_final(&reason) => self.node.handle_refused(now, key, &reason),
@@ -323,23 +329,41 @@ impl Driver {
     }
 
     /// Prefill's side: decode has chosen a fabric.
-    fn attach_asked(&mut self, now: Time, key: PeerKey, fabric: &str) {
-        let Some(which) = carriers::named(fabric) else {
+    fn attach_asked(&mut self, now: Time, key: PeerKey, m: Attach) {
+        let Attach { fabric, ring } = m;
+        let Some(which) = carriers::named(&fabric) else {
             let text = format!("fabric {fabric:?} is not known here");
             self.answer_attach(key, Some(Reason::new(ReasonKind::FabricError, text)), String::new());
             return;
         };
         let Some(io) = self.peers.get_mut(&key) else { return };
-        if io.endpoint.as_ref().is_some_and(|e| e.which == which) {
-            self.answer_attach(key, None, String::new());
-            self.node.handle_attached(now, key, mover(which));
+        if let Some(endpoint) = io.endpoint.as_ref().filter(|e| e.which == which) {
+            let fresh = ring.filter(|_| endpoint.lane.is_none());
+            self.attach_with(now, key, String::new(), fresh);
             return;
         }
+        io.ring_offer = ring;
         if let Some((old, ep)) = io.take_endpoint() {
             self.carriers.disconnect(old, ep);
         }
         if let Err(e) = self.open_endpoint(key, which) {
             self.answer_attach(key, Some(Reason::new(ReasonKind::FabricError, e.to_string())), String::new());
+        }
+    }
+
+    /// Our endpoint is open: measures what writing to the peer takes if it has a ring, and tells it then.
+    fn attach_with(&mut self, now: Time, key: PeerKey, info: String, ring: Option<Vec<u8>>) {
+        if ring.is_some_and(|ring| self.open_lane(now, key, &ring, &info)) {
+            return;
+        }
+        self.attached(now, key, info);
+    }
+
+    pub(super) fn attached(&mut self, now: Time, key: PeerKey, info: String) {
+        let endpoint = self.peers.get(&key).and_then(|io| io.endpoint.as_ref());
+        if let Some(which) = endpoint.map(|e| e.which) {
+            self.answer_attach(key, None, info);
+            self.node.handle_attached(now, key, mover(which));
         }
     }
 
@@ -494,7 +518,7 @@ impl Driver {
             Direction::TheyGrant => Template::new(&own, &theirs),
         };
         match template {
-            Ok(t) => io.endpoint = Some(Endpoint { which, ep, template: Arc::new(t) }),
+            Ok(t) => io.endpoint = Some(Endpoint { which, ep, template: Arc::new(t), lane: None }),
             Err(e) => {
                 // The handshake checks that the layouts fit, so this is a bug of ours.
                 let reason = Reason::new(ReasonKind::LayoutMismatch, e.to_string());
@@ -505,10 +529,11 @@ impl Driver {
         }
         tracing::debug!(fabric = carriers::name(which), %info, "attached");
         if key.direction == Direction::WeGrant {
-            self.send_session(key, Msg::Attach(Attach { fabric: carriers::name(which).to_owned() }));
+            let ring = self.offer_ring(key);
+            self.send_session(key, Msg::Attach(Attach { fabric: carriers::name(which).to_owned(), ring }));
         } else {
-            self.answer_attach(key, None, info);
-            self.node.handle_attached(now, key, mover(which));
+            let ring = self.peers.get_mut(&key).and_then(|io| io.ring_offer.take());
+            self.attach_with(now, key, info, ring);
         }
     }
 

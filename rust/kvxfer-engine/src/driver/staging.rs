@@ -1,0 +1,564 @@
+//! Staging: our ring, the buffers that we pack into, and what a connection's writes and copies take.
+
+use super::peers::Endpoint;
+use super::{Driver, PeerKey};
+use crate::carriers::Which;
+use crate::config::{AgentConfig, Staging, StagingMode};
+use crate::sched::Slice;
+use kvxfer_fabric::{EpId, FabricError, LocalMemory, Piece};
+use kvxfer_proto::node::{Delivery, DeliveryEnd, DeliveryId, Direction, Unpacking};
+use kvxfer_proto::plan::{Cost, Cursor, Load, sample};
+use kvxfer_proto::staging::MAX_SLOTS;
+use kvxfer_proto::{Reason, ReasonKind, Time};
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+/// Buffers to pack into: twice what may be in flight to one peer.
+const BUFFERS: usize = 16;
+/// More of them, for measurements.
+const SCRATCH: usize = 2;
+/// Runs of at least so many bytes are never worth packing: no ring is offered to peers whose pushes have such.
+const LARGE_RUN: u64 = 4096;
+/// Pieces of a probe, and how often each kind is measured; the best counts, since all else is somebody else's work.
+const PROBE_PIECES: usize = 512;
+const PROBE_ROUNDS: u32 = 4;
+/// Large writes of a probe.
+const PROBE_LARGE: u64 = 4;
+
+/// A slice whose flush has not come back.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ticket {
+    pub(super) id: DeliveryId,
+    pub(super) peer: PeerKey,
+    pub(super) packed: Option<PackedSlice>,
+}
+
+/// What of it was packed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PackedSlice {
+    pub(super) slot: u32,
+    pub(super) buffer: usize,
+    pub(super) bytes: u64,
+}
+
+/// Our ring, which peers write.
+#[derive(Debug)]
+struct RingMemory {
+    /// Its number among our own regions.
+    local: u32,
+    /// What peers need to reach it.
+    offer: Vec<u8>,
+}
+
+/// Buffers that we pack into, and write from.
+#[derive(Debug)]
+struct Buffers {
+    local: u32,
+    /// By which number pieces name it.
+    fabric: u32,
+    /// Which peer's write may still read each.
+    users: Vec<Option<PeerKey>>,
+}
+
+/// The staging part of the driver.
+#[derive(Debug)]
+pub(super) struct Packer {
+    config: Staging,
+    /// Bytes of a buffer, and of a slice that we pack at most.
+    slice_bytes: u64,
+    has_ucx: bool,
+    ring: Option<RingMemory>,
+    buffers: Option<Buffers>,
+    probes: HashMap<u64, PeerKey>,
+}
+
+/// A peer's ring, as we write to it.
+#[derive(Debug)]
+pub(super) struct Lane {
+    /// By which number pieces name it.
+    region: u32,
+    slot_bytes: u64,
+    slots: u32,
+    /// Once it is measured.
+    cost: Option<Cost>,
+    probe: Option<Box<Probe>>,
+}
+
+/// A measurement under way.
+#[derive(Debug)]
+struct Probe {
+    /// For the answer that waits for it.
+    info: String,
+    pieces: Vec<Piece>,
+    /// Bytes of all pieces.
+    bytes: u64,
+    step: u32,
+    started: Instant,
+    trip: Duration,
+    small: Duration,
+    large: Duration,
+}
+
+impl Packer {
+    pub(super) fn new(config: &AgentConfig) -> Result<Self, String> {
+        let Staging { slots, slot_bytes, .. } = config.staging;
+        // One more than there are: the last is what peers measure with.
+        let total = slot_bytes.checked_mul(u64::from(slots) + 1).filter(|t| *t < 1 << 40);
+        if slots == 0 || slots > MAX_SLOTS || slot_bytes < 4096 || total.is_none() {
+            return Err(format!(
+                "staging: {slots} slots of {slot_bytes} bytes: there may be 1 to {MAX_SLOTS} slots of at least 4096 bytes, \
+                 and less than 2^40 bytes in all"
+            ));
+        }
+        Ok(Self {
+            config: config.staging,
+            slice_bytes: config.slice_bytes.clamp(4096, 16 << 20),
+            has_ucx: config.fabric != crate::config::FabricChoice::Shm,
+            ring: None,
+            buffers: None,
+            probes: HashMap::new(),
+        })
+    }
+
+    /// What `Describe` says of our ring.
+    pub(super) fn offers(&self) -> (u64, u32) {
+        match self.config.mode {
+            StagingMode::Never => (0, 0),
+            _ if !self.has_ucx => (0, 0),
+            _ => (self.config.slot_bytes, self.config.slots),
+        }
+    }
+
+    pub(super) fn has_buffer(&self) -> bool {
+        self.buffers.as_ref().is_some_and(|b| b.users.iter().any(Option::is_none))
+    }
+
+    fn take_buffer(&mut self, peer: PeerKey) -> Option<usize> {
+        let users = &mut self.buffers.as_mut()?.users;
+        let free = users.iter().position(Option::is_none)?;
+        users[free] = Some(peer);
+        Some(free)
+    }
+
+    pub(super) fn free_buffer(&mut self, buffer: usize) {
+        if let Some(user) = self.buffers.as_mut().and_then(|b| b.users.get_mut(buffer)) {
+            *user = None;
+        }
+    }
+
+    /// No write to this peer is in flight any more.
+    pub(super) fn free_buffers_of(&mut self, peer: PeerKey) {
+        for user in self.buffers.iter_mut().flat_map(|b| &mut b.users).filter(|u| **u == Some(peer)) {
+            *user = None;
+        }
+    }
+
+    pub(super) fn drop_probe(&mut self, peer: PeerKey) {
+        self.probes.retain(|_, key| *key != peer);
+    }
+
+    pub(super) fn is_probing(&self) -> bool {
+        !self.probes.is_empty()
+    }
+
+    pub(super) fn entries(&self) -> usize {
+        let used = self.buffers.as_ref().map_or(0, |b| b.users.iter().flatten().count());
+        self.probes.len() + used
+    }
+}
+
+fn ns(d: Duration) -> f64 {
+    d.as_secs_f64() * 1e9
+}
+
+#[expect(clippy::cast_precision_loss, reason = "an estimate")]
+fn float(n: u64) -> f64 {
+    n as f64
+}
+
+/// The best of a few goes.
+fn best(mut go: impl FnMut() -> Result<u64, FabricError>) -> Result<Duration, FabricError> {
+    let mut best = Duration::MAX;
+    for _ in 0..PROBE_ROUNDS {
+        let began = Instant::now();
+        go()?;
+        best = best.min(began.elapsed());
+    }
+    Ok(best)
+}
+
+impl Driver {
+    /// A flow's slice is on its way.
+    pub(super) fn in_flight(&mut self, ticket: u64, slice: Slice, packed: Option<PackedSlice>) {
+        self.tickets.insert(ticket, Ticket { id: slice.id, peer: slice.peer, packed });
+        if let Some(io) = self.peers.get_mut(&slice.peer) {
+            io.in_flight += 1;
+        }
+    }
+
+    /// A few pages of what moves with this peer.
+    fn sample_of(&self, key: PeerKey) -> Option<Cursor> {
+        let io = self.peers.get(&key)?;
+        let (describe, endpoint) = (io.describe.as_ref()?, io.endpoint.as_ref()?);
+        let (theirs, own) = (io.side()?, self.node.side());
+        match key.direction {
+            Direction::WeGrant => {
+                sample(&endpoint.template, (&theirs, &describe.pages), (own, &self.me.pages))
+            }
+            Direction::TheyGrant => {
+                sample(&endpoint.template, (own, &self.me.pages), (&theirs, &describe.pages))
+            }
+        }
+    }
+
+    /// Decode's side: what the peer needs to write to our ring, if its pushes may use it.
+    pub(super) fn offer_ring(&mut self, key: PeerKey) -> Option<Vec<u8>> {
+        let which = self.peers.get(&key)?.endpoint.as_ref()?.which;
+        let (slot_bytes, slots) = self.staging.offers();
+        if which != Which::Ucx || slots == 0 {
+            return None;
+        }
+        let run = Load::of(&self.sample_of(key)?).run_bytes();
+        if self.staging.config.mode == StagingMode::Auto && run >= LARGE_RUN {
+            return None;
+        }
+        if self.staging.ring.is_none() {
+            match self.make_ring(slot_bytes, slots) {
+                Ok(ring) => self.staging.ring = Some(ring),
+                Err(e) => {
+                    tracing::warn!(error = %e, "no staging ring: pushes of small runs go as single writes");
+                    return None;
+                }
+            }
+        }
+        self.staging.ring.as_ref().map(|r| r.offer.clone())
+    }
+
+    fn make_ring(&mut self, slot_bytes: u64, slots: u32) -> Result<RingMemory, FabricError> {
+        let (region, span) = self.carriers.add_memory(slot_bytes * (u64::from(slots) + 1))?;
+        let ring = RingMemory { local: self.memory.add(&span)?, offer: self.carriers.export_memory(region)? };
+        self.node
+            .handle_ring(slot_bytes, slots)
+            .map_err(|e| FabricError::Os { call: "ring", why: e.to_string() })?;
+        Ok(ring)
+    }
+
+    fn need_buffers(&mut self) -> Result<(), FabricError> {
+        if self.staging.buffers.is_none() {
+            let (fabric, span) = self.carriers.add_memory(self.staging.slice_bytes * (BUFFERS + SCRATCH) as u64)?;
+            let local = self.memory.add(&span)?;
+            self.staging.buffers = Some(Buffers { local, fabric, users: vec![None; BUFFERS] });
+        }
+        Ok(())
+    }
+
+    /// Prefill's side: the peer has a ring. Begins to measure what writing to it takes; [`Driver::attached`] follows when
+    /// that is done. False if nothing of the kind comes.
+    pub(super) fn open_lane(&mut self, now: Time, key: PeerKey, offer: &[u8], info: &str) -> bool {
+        if self.staging.config.mode == StagingMode::Never {
+            return false;
+        }
+        match self.make_lane(key, offer, info) {
+            Ok(opened) => opened && self.probe(now, key),
+            Err(e) => {
+                tracing::warn!(error = %e, "a staging ring cannot be used: pushes of small runs go as single writes");
+                false
+            }
+        }
+    }
+
+    fn make_lane(&mut self, key: PeerKey, offer: &[u8], info: &str) -> Result<bool, FabricError> {
+        let io = self.peers.get(&key);
+        let dims = io.and_then(|io| io.describe.as_ref()).map(|d| d.staging);
+        let endpoint = io.and_then(|io| io.endpoint.as_ref()).filter(|e| e.which == Which::Ucx);
+        let (Some((slot_bytes, slots)), Some(ep)) = (dims, endpoint.map(|e| e.ep)) else { return Ok(false) };
+        self.need_buffers()?;
+        let (region, len) = self.carriers.import_memory(ep, offer)?;
+        let whole = u64::from(slots).checked_add(1).and_then(|n| n.checked_mul(slot_bytes));
+        if slots == 0 || slot_bytes == 0 || whole.is_none_or(|whole| whole > len) {
+            return Err(FabricError::BadBlob {
+                what: "staging ring",
+                why: format!("{slots} slots of {slot_bytes} bytes and one more do not fit into {len} bytes"),
+            });
+        }
+        self.node
+            .handle_peer_ring(key, slot_bytes, slots)
+            .map_err(|e| FabricError::BadBlob { what: "staging ring", why: e.to_string() })?;
+        let mut pieces = Vec::new();
+        if let Some(mut cursor) = self.sample_of(key) {
+            cursor.fill(&mut pieces, self.staging.slice_bytes.min(slot_bytes) / 2, PROBE_PIECES);
+        }
+        let bytes = pieces.iter().map(|p| p.len).sum();
+        let probe = Probe {
+            info: info.to_owned(),
+            pieces,
+            bytes,
+            step: 0,
+            started: Instant::now(),
+            trip: Duration::MAX,
+            small: Duration::MAX,
+            large: Duration::MAX,
+        };
+        if let Some(e) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) {
+            e.lane = Some(Lane { region, slot_bytes, slots, cost: None, probe: Some(Box::new(probe)) });
+        }
+        Ok(true)
+    }
+
+    /// The next writes of a measurement, into the part of the ring that is for that. False if there are none.
+    fn probe(&mut self, now: Time, key: PeerKey) -> bool {
+        let Some(buffers) = self.staging.buffers.as_ref().map(|b| b.fabric) else { return false };
+        let slice = self.staging.slice_bytes;
+        let scratch = slice * BUFFERS as u64;
+        let Some(endpoint) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) else { return false };
+        let Endpoint { which, ep, lane: Some(lane), .. } = endpoint else { return false };
+        let (which, ep): (Which, EpId) = (*which, *ep);
+        let Some(probe) = &mut lane.probe else { return false };
+        let base = u64::from(lane.slots) * lane.slot_bytes;
+        let most = slice.min(lane.slot_bytes);
+        let piece = |src_off, len| Piece {
+            src_region: buffers,
+            src_off,
+            dst_region: lane.region,
+            dst_off: base,
+            len,
+        };
+        let batch: Vec<Piece> = match probe.step / PROBE_ROUNDS {
+            0 => vec![piece(scratch, 8)],
+            1 => {
+                // As far apart as their own length: pages hold other heads between.
+                let mut at = base;
+                let place = |p: &Piece| {
+                    let dst_off = at;
+                    at += 2 * p.len;
+                    Piece { dst_region: lane.region, dst_off, ..*p }
+                };
+                probe.pieces.iter().map(place).collect()
+            }
+            2 => (0..PROBE_LARGE).map(|n| piece(scratch + n % 2 * slice, most)).collect(),
+            _ => {
+                self.probe_over(now, key);
+                return true;
+            }
+        };
+        probe.started = Instant::now();
+        self.next_ticket += 1;
+        let ticket = self.next_ticket;
+        let posted = self.carriers.post(which, ep, &batch);
+        match posted.and_then(|()| self.carriers.flush(which, ep, ticket)) {
+            Ok(()) => {
+                self.staging.probes.insert(ticket, key);
+            }
+            Err(e) => self.endpoint_broke(now, key, &e),
+        }
+        true
+    }
+
+    /// A measurement's flush has come back.
+    pub(super) fn probed(&mut self, now: Time, ticket: u64, result: &Result<(), FabricError>) {
+        let Some(key) = self.staging.probes.remove(&ticket) else { return };
+        if let Err(e) = result {
+            self.endpoint_broke(now, key, e);
+            return;
+        }
+        let endpoint = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut());
+        let Some(probe) = endpoint.and_then(|e| e.lane.as_mut()).and_then(|l| l.probe.as_mut()) else { return };
+        let took = probe.started.elapsed();
+        let best = match probe.step / PROBE_ROUNDS {
+            0 => &mut probe.trip,
+            1 => &mut probe.small,
+            _ => &mut probe.large,
+        };
+        *best = (*best).min(took);
+        probe.step += 1;
+        self.probe(now, key);
+    }
+
+    /// Everything about writing is measured: what copying takes, too, and then the peer may be answered.
+    fn probe_over(&mut self, now: Time, key: PeerKey) {
+        let slice = self.staging.slice_bytes;
+        let Some(local) = self.staging.buffers.as_ref().map(|b| b.local) else { return };
+        let endpoint = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut());
+        let Some(lane) = endpoint.and_then(|e| e.lane.as_mut()) else { return };
+        let Some(probe) = lane.probe.take() else { return };
+        let most = slice.min(lane.slot_bytes);
+        match copies(&self.memory, &probe.pieces, local, slice) {
+            Ok((pack, unpack, plain)) if !probe.pieces.is_empty() && probe.bytes > 0 => {
+                let (runs, bytes) = (float(probe.pieces.len() as u64), float(probe.bytes));
+                let put_byte_ns = ns(probe.large.saturating_sub(probe.trip)) / float(most * PROBE_LARGE);
+                let byte_ns = ns(plain) / float(slice);
+                let row = |took: Duration, byte_ns: f64| ((ns(took) - bytes * byte_ns) / runs).max(0.0);
+                let cost = Cost {
+                    put_ns: row(probe.small.saturating_sub(probe.trip), put_byte_ns),
+                    put_byte_ns,
+                    pack_row_ns: row(pack, byte_ns),
+                    pack_byte_ns: byte_ns,
+                    unpack_row_ns: row(unpack, byte_ns),
+                    unpack_byte_ns: byte_ns,
+                    trip_ns: ns(probe.trip),
+                };
+                tracing::debug!(?cost, "measured");
+                lane.cost = Some(cost);
+            }
+            Ok(_) => {}
+            Err(e) => tracing::warn!(error = %e, "what copying takes cannot be measured"),
+        }
+        self.attached(now, key, probe.info);
+    }
+
+    /// Prefill's side: whether this delivery goes packed, and in slices of how many bytes at most.
+    pub(super) fn packs(&mut self, now: Time, id: DeliveryId, key: PeerKey, cursor: &Cursor) -> Option<u64> {
+        if key.direction != Direction::TheyGrant || cursor.total_bytes() == 0 {
+            return None;
+        }
+        let endpoint = self.peers.get(&key).and_then(|io| io.endpoint.as_ref())?;
+        let lane = endpoint.lane.as_ref()?;
+        let slice_bytes = self.staging.slice_bytes.min(lane.slot_bytes);
+        let load = Load::of(cursor);
+        let wanted = match self.staging.config.mode {
+            StagingMode::Never => false,
+            StagingMode::Always => true,
+            StagingMode::Auto => lane.cost.is_some_and(|c| c.prefers_packed(load, slice_bytes)),
+        };
+        let slices = u32::try_from(load.bytes.div_ceil(slice_bytes)).unwrap_or(u32::MAX);
+        let goes = wanted && self.node.handle_pack(now, id, load.bytes, slice_bytes, slices);
+        if goes {
+            self.stats.packed_deliveries += 1;
+        } else {
+            self.stats.direct_deliveries += 1;
+        }
+        goes.then_some(slice_bytes)
+    }
+
+    /// Packs a slice into a buffer of ours, writes it to the slot and asks for its flush.
+    pub(super) fn pack_slice(&mut self, now: Time, slice: Slice, slot: u32, pieces: &[Piece]) {
+        let lane = self.peers.get(&slice.peer).and_then(|io| io.endpoint.as_ref());
+        let lane = lane.and_then(|e| Some((e.which, e.ep, e.lane.as_ref()?)));
+        let place = lane.map(|(which, ep, l)| (which, ep, l.region, u64::from(slot) * l.slot_bytes));
+        let buffer = self.staging.take_buffer(slice.peer);
+        let buffers = self.staging.buffers.as_ref().map(|b| (b.local, b.fabric));
+        let (Some((which, ep, dst_region, dst_off)), Some(buffer), Some((local, fabric))) =
+            (place, buffer, buffers)
+        else {
+            // No slice is made without an endpoint that has a lane, and a buffer.
+            buffer.into_iter().for_each(|b| self.staging.free_buffer(b));
+            self.sched.drop_flow(slice.id);
+            self.node.handle_delivery(now, slice.id, DeliveryEnd::Aborted);
+            return;
+        };
+        let src_off = buffer as u64 * self.staging.slice_bytes;
+        let packed = match self.memory.pack(pieces, local, src_off..src_off + self.staging.slice_bytes) {
+            Ok(bytes) => bytes,
+            Err(e) => {
+                self.staging.free_buffer(buffer);
+                self.slice_failed(now, slice, which, &e);
+                return;
+            }
+        };
+        self.next_ticket += 1;
+        let ticket = self.next_ticket;
+        let write = Piece { src_region: fabric, src_off, dst_region, dst_off, len: packed };
+        let posted = self.carriers.post(which, ep, &[write]);
+        match posted.and_then(|()| self.carriers.flush(which, ep, ticket)) {
+            Ok(()) => {
+                self.stats.slices += 1;
+                self.stats.writes += 1;
+                self.stats.moved_bytes += packed;
+                self.stats.packed_bytes += packed;
+                self.in_flight(ticket, slice, Some(PackedSlice { slot, buffer, bytes: packed }));
+            }
+            Err(e) => {
+                // Else the buffer stays in use until the endpoint is closed: the write may be under way.
+                if matches!(e, FabricError::OutOfBounds { .. }) {
+                    self.staging.free_buffer(buffer);
+                }
+                self.slice_failed(now, slice, which, &e);
+            }
+        }
+    }
+
+    /// Decode's side: a push comes packed.
+    pub(super) fn begin_unpacking(&mut self, now: Time, unpacking: Unpacking) {
+        let Unpacking { delivery, bytes, slice_bytes } = unpacking;
+        let Delivery { id, peer: key, room, push, request } = delivery;
+        let io = self.peers.get(&key);
+        let known = io.and_then(|io| Some((io.endpoint.as_ref()?, io.describe.as_ref()?)));
+        let Some((endpoint, describe)) = known else {
+            self.node.handle_delivery(now, id, DeliveryEnd::Aborted);
+            return;
+        };
+        match Cursor::new(endpoint.template.clone(), request, &describe.pages, &self.me.pages) {
+            Ok(cursor) if cursor.total_bytes() == bytes => {
+                self.sched.add_unpacking(id, key, room, cursor, slice_bytes);
+            }
+            Ok(cursor) => {
+                let text = format!(
+                    "room {room}: push {} comes packed with {bytes} bytes, but has {}",
+                    push.0,
+                    cursor.total_bytes()
+                );
+                let reason = Reason::new(ReasonKind::ProtocolError, text);
+                self.node.handle_delivery(now, id, DeliveryEnd::Failed(reason));
+            }
+            Err(e) => {
+                let reason = Reason::new(ReasonKind::PageError, format!("room {room}: push {}: {e}", push.0));
+                self.node.handle_delivery(now, id, DeliveryEnd::Failed(reason));
+            }
+        }
+    }
+
+    /// Copies a slice out of its slot into the room's pages.
+    pub(super) fn unpack_slice(&mut self, now: Time, slice: Slice, slot: u32, bytes: u64, pieces: &[Piece]) {
+        let from = u64::from(slot) * self.staging.config.slot_bytes;
+        let total: u64 = pieces.iter().map(|p| p.len).sum();
+        let ring = self.staging.ring.as_ref().map(|r| r.local);
+        let done = match ring {
+            Some(local) if total == bytes => {
+                self.memory.unpack(pieces, local, from..from + bytes).map_err(|e| {
+                    Reason::new(ReasonKind::FabricError, format!("room {}: {e}", slice.room))
+                })
+            }
+            _ => Err(Reason::new(
+                ReasonKind::ProtocolError,
+                format!("room {}: slot {slot} has {bytes} bytes of a slice of {total}", slice.room),
+            )),
+        };
+        match done {
+            Ok(bytes) => {
+                self.stats.slices += 1;
+                self.stats.unpacked_bytes += bytes;
+            }
+            Err(reason) => {
+                self.failures.insert(slice.id, reason);
+                self.sched.abort(slice.id);
+            }
+        }
+        self.node.handle_unpacked(now, slice.id, slot);
+        let end = self.sched.flushed(slice.id);
+        self.flow_over(now, slice.id, end);
+    }
+}
+
+/// What it takes to pack these pieces, to unpack as many, and to copy a slice as it is: the best of a few goes each.
+fn copies(
+    memory: &LocalMemory,
+    pieces: &[Piece],
+    local: u32,
+    slice: u64,
+) -> Result<(Duration, Duration, Duration), FabricError> {
+    let first = slice * BUFFERS as u64;
+    let scratch = first..first + slice;
+    let pack = best(|| memory.pack(pieces, local, scratch.clone()))?;
+    // Our own pages are not to be written: to the same distances in the buffers.
+    let mut at = scratch.end;
+    let place = |p: &Piece| {
+        let dst_off = at;
+        at += 2 * p.len;
+        Piece { dst_region: local, dst_off, ..*p }
+    };
+    let apart: Vec<Piece> = pieces.iter().map(place).collect();
+    let unpack = best(|| memory.unpack(&apart, local, scratch.clone()))?;
+    let whole = Piece { src_region: local, src_off: scratch.end, dst_region: local, dst_off: scratch.end, len: slice };
+    let plain = best(|| memory.pack(&[whole], local, scratch.clone()))?;
+    Ok((pack, unpack, plain))
+}
