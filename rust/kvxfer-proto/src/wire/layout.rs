@@ -140,8 +140,8 @@ impl Item for StateBlock {
 /// Four numbers.
 impl Value for StateBlock {
     fn put(&self, out: &mut Vec<u8>, at: At) -> Result<(), WireError> {
-        ((self.part, self.units)).put(out, at)?;
-        ((self.unit_bytes, self.rows)).put(out, at)
+        (self.part, self.units).put(out, at)?;
+        (self.unit_bytes, self.rows).put(out, at)
     }
     fn get(bytes: &[u8], at: At) -> Result<Self, WireError> {
         let (first, second) = bytes.split_at_checked(8).ok_or_else(|| at.value(bytes.len() as u64))?;
@@ -196,6 +196,19 @@ mod tests {
             assert_eq!(PageLayout::get(&bytes(&layout), AT), Ok(layout));
         }
     }
+
+    /// If this fails, the format has changed, and other agents cannot read it.
+    #[test]
+    fn the_bytes_are_what_they_always_were() {
+        let hex: String = bytes(&every_field()).iter().map(|b| format!("{b:02x}")).collect();
+        assert_eq!(hex, GOLDEN);
+    }
+
+    const GOLDEN: &str = "\
+        0100040000000100000002000400000001000000030004000000010000000400040000000100000005000100000007060001000000010700\
+        0100000081080008000000001000000000000009000800000000020000000000000a000800000080000000000000000b0008000000030000\
+        00010000000c001f000000010004000000020000000200010000000103000800000040000000000000000d00080000000000003f0000803f\
+        0e002c0000000100100000000100000008000000060000000300000001001000000001000000080000000600000003000000";
 
     /// An older reader knows kinds 1 to 3 only.
     #[test]
