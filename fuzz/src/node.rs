@@ -3,8 +3,8 @@
 
 use super::input::Input;
 use kvxfer_proto::msg::{
-    Cancel, Copied, Credit, Done, Drained, Finished, Frame, Grant, Msg, Owed, Ready, Retract, RoomFailed,
-    Verify,
+    Cancel, Copied, Credit, Done, Drained, Finished, Frame, Grant, Msg, Owed, Pack, Packed, Ready, Retract,
+    RoomFailed, Verify,
 };
 use kvxfer_proto::node::{
     Action, Config, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Expect, Mover, Node,
@@ -19,6 +19,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 const PAGES: u32 = 16;
+const SLOT_BYTES: u64 = 32;
+const SLOTS: u32 = 4;
 /// Rooms that the honest source delivers to us, each with a page of its own; the hostile peer knows their numbers.
 const OURS: std::ops::Range<u64> = 1..4;
 /// A room that we push to the honest destination.
@@ -81,7 +83,8 @@ struct World {
 
 impl World {
     fn new(mover: Mover) -> Option<Self> {
-        let node = Node::new(limits(), side(), &[PAGES]).ok()?;
+        let mut node = Node::new(limits(), side(), &[PAGES]).ok()?;
+        node.handle_ring(SLOT_BYTES, SLOTS).ok()?;
         Some(Self {
             node,
             now: 1,
@@ -105,7 +108,24 @@ impl World {
                     self.granted.insert(g.room, g.seq);
                 }
                 Action::Event(event) => self.events.push(event),
-                Action::Deliver(delivery) => self.check_delivery(delivery),
+                Action::Deliver(delivery) => {
+                    let (now, id) = (self.time(), delivery.id);
+                    self.check_delivery(delivery);
+                    // Where the peer has a ring; what it says of it is to be believed least of all.
+                    self.node.handle_pack(now, id, 64, SLOT_BYTES, 2);
+                }
+                Action::Lent { id, slot } => {
+                    assert!(slot < SLOTS && self.deliveries.contains_key(&id), "slot {slot} for {id:?}");
+                    let now = self.time();
+                    self.node.handle_packed(now, id, slot, 8, 0);
+                }
+                Action::Unpack(unpacking) => self.check_delivery(unpacking.delivery),
+                Action::Landed { id, slot, bytes } => {
+                    assert!(slot < SLOTS && bytes <= SLOT_BYTES, "{bytes} bytes in slot {slot}");
+                    assert!(self.deliveries.contains_key(&id), "nobody unpacks {id:?}");
+                    let now = self.time();
+                    self.node.handle_unpacked(now, id, slot);
+                }
                 Action::Sum(sum) => {
                     let now = self.time();
                     self.node.handle_delivery(now, sum.id, DeliveryEnd::Summed(sum.room.get()));
@@ -172,6 +192,9 @@ impl World {
         };
         self.node.handle_session_up(now, up);
         self.take_actions();
+        if peer.direction == Direction::TheyGrant {
+            let _ = self.node.handle_peer_ring(peer, SLOT_BYTES, SLOTS);
+        }
         if self.node.session_of(peer) == Some(session) {
             let now = self.time();
             self.node.handle_attached(now, peer, self.mover);
@@ -452,7 +475,26 @@ fn message(input: &mut Input<'_>) -> Option<Msg> {
         10 => Msg::Finished(Finished { room, seq, error: (choice & 16 == 0).then(reason) }),
         // A room that we push may be failed by any destination of it: that is what the message is for.
         11 => Msg::RoomFailed(RoomFailed { room, reason: reason() }),
-        12 => Msg::Credit(Credit { room: None, seq, slots: (0, u32::MAX) }),
+        12 => {
+            let slots = [(0, u32::MAX), (0, 1), (1, 2), (3, 1)][usize::from(choice >> 4) % 4];
+            Msg::Credit(Credit { room, seq, slots, push })
+        }
+        14 if choice & 64 == 0 => Msg::Pack(Pack {
+            room,
+            seq,
+            push,
+            span,
+            pages_start: 0,
+            pages: pages(),
+            pages_end: None,
+            bytes: [64, 0, u64::MAX, 8][usize::from(choice >> 4) % 4],
+            slice_bytes: if choice & 128 == 0 { 8 } else { u64::MAX },
+            slots: if choice & 16 == 0 { 3 } else { u32::MAX },
+        }),
+        14 => {
+            let bytes = [8, 0, u64::MAX][usize::from(choice >> 4) % 3];
+            Msg::Packed(Packed { room, seq, push, slot: u32::from(choice >> 5), bytes, slice: u64::from(input.byte() % 3) })
+        }
         13 => Msg::Ack(u64::from(choice >> 4)),
         _ => Msg::Bye(reason()),
     })

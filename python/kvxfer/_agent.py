@@ -58,6 +58,11 @@ class Agent(_kvxfer.Agent):
     * `cpu` pins the transfer thread to a core; it spins `spin_us` microseconds before it sleeps;
       `queue_capacity` orders may wait for it; `slice_bytes` is how much it moves for one room before the next
       one has its turn.
+    * `staging` says whether pushes that fall into many small runs go over UCX packed, one write a slice, through
+      slots of the receiver: `"auto"` where that is faster by what was measured when the peers connected,
+      `"always"` wherever the receiver lends slots, `"never"`. The receiver lends from a ring of `staging_slots` slots
+      of `staging_slot_bytes` bytes, whose memory is allocated when the first peer with such small runs connects
+      (any peer with `"always"`, none with `"never"`). To force it, say so on both sides.
     * `heartbeat`, `suspect_after` and `fence_after` are seconds (1, 5 and 10): how often peers hear from each
       other, when a silent connection is made anew, and when a peer that cannot be reached is fenced.
       `quarantine_limit` is how many pages may wait for silent peers before the agent takes no new rooms.
@@ -115,6 +120,9 @@ class Agent(_kvxfer.Agent):
         fence_after: float | None = None,
         quarantine_limit: int | None = None,
         slice_bytes: int | None = None,
+        staging: Literal["auto", "always", "never"] = "auto",
+        staging_slots: int = 32,
+        staging_slot_bytes: int = 262144,
         _flaw: str | None = None,
     ) -> Agent:
         if not isinstance(layout, PageLayout):
@@ -159,6 +167,9 @@ class Agent(_kvxfer.Agent):
             fence_after=fence_after,
             quarantine_limit=quarantine_limit,
             slice_bytes=slice_bytes,
+            staging=staging,
+            staging_slots=staging_slots,
+            staging_slot_bytes=staging_slot_bytes,
             flaw=_flaw,
         )
         self._loops = {}

@@ -372,6 +372,9 @@ class Agent:
         fence_after: float | None = None,
         quarantine_limit: int | None = None,
         slice_bytes: int | None = None,
+        staging: str = "auto",
+        staging_slots: int = 32,
+        staging_slot_bytes: int = 262144,
         flaw: str | None = None,
     ) -> Self: ...
     @property

@@ -43,14 +43,19 @@ class Way:
     fences: bool
     # Seconds within which a peer's death on this host is seen and its pages are back, on a loaded machine.
     death_s: float
+    staging: str = "auto"
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"fabric": self.fabric, "ucx_tls": self.tls} | QUICK
+        return {"fabric": self.fabric, "ucx_tls": self.tls, "staging": self.staging} | QUICK
 
 
 SHM = Way("shm", "shm", None, fences=True, death_s=10)
 TCP = Way("ucx-tcp", "ucx", "tcp,self", fences=False, death_s=20)
+TCP_PACKED = Way("ucx-tcp-packed", "ucx", "tcp,self", fences=False, death_s=20, staging="always")
+POSIX_PACKED = Way(
+    "ucx-posix-packed", "ucx", "posix,self,tcp", fences=False, death_s=20, staging="always"
+)
 POSIX = Way("ucx-posix", "ucx", "posix,self,tcp", fences=False, death_s=20)
 
 

@@ -435,7 +435,7 @@ impl Driver {
             self.first_write.entry(slice.room).or_insert(now.0);
             match slice.slot {
                 None => self.post_slice(now, slice, &pieces),
-                Some(InSlot::Pack(slot)) => self.pack_slice(now, slice, slot, &pieces),
+                Some(InSlot::Pack(slot, number)) => self.pack_slice(now, slice, (slot, number), &pieces),
                 Some(InSlot::Unpack(slot, bytes)) => self.unpack_slice(now, slice, slot, bytes, &pieces),
             }
         }

@@ -13,7 +13,7 @@ use std::collections::{HashMap, VecDeque};
 enum Work {
     Move(Cursor),
     /// Moves through slots that the peer lends, a slice of at most so many bytes each.
-    Pack { cursor: Box<Cursor>, slice_bytes: u64, slots: VecDeque<u32> },
+    Pack { cursor: Box<Cursor>, slice_bytes: u64, slots: VecDeque<u32>, cut: u64 },
     /// Takes such slices apart again, as they land: slots of ours, and bytes in each.
     Unpack { cursor: Box<Cursor>, slice_bytes: u64, landed: VecDeque<(u32, u64)> },
     Sum(Box<Digest>),
@@ -74,8 +74,8 @@ pub(crate) struct Slice {
 /// What a slice has to do with a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum InSlot {
-    /// It is to be packed, and written to this slot of the peer's.
-    Pack(u32),
+    /// It is to be packed, and written to this slot of the peer's; and which slice of its delivery it is.
+    Pack(u32, u64),
     /// It is to be unpacked from this slot of ours, which has so many bytes of it.
     Unpack(u32, u64),
 }
@@ -106,7 +106,7 @@ impl Scheduler {
         cursor: Cursor,
         slice_bytes: u64,
     ) {
-        let work = Work::Pack { cursor: Box::new(cursor), slice_bytes, slots: VecDeque::new() };
+        let work = Work::Pack { cursor: Box::new(cursor), slice_bytes, slots: VecDeque::new(), cut: 0 };
         self.begin(id, peer, room, work, false);
     }
 
@@ -206,8 +206,9 @@ impl Scheduler {
                     return Some(slice);
                 }
                 Work::Move(cursor) => flow.exhausted = !cursor.fill(out, turn.deficit, SLICE_PIECES),
-                Work::Pack { cursor, slice_bytes, slots } => {
-                    slice.slot = slots.pop_front().map(InSlot::Pack);
+                Work::Pack { cursor, slice_bytes, slots, cut } => {
+                    slice.slot = slots.pop_front().map(|slot| InSlot::Pack(slot, *cut));
+                    *cut += 1;
                     flow.exhausted = !cursor.fill(out, *slice_bytes, PACKED_PIECES);
                 }
                 Work::Unpack { cursor, slice_bytes, landed } => {

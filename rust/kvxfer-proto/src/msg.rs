@@ -469,6 +469,8 @@ pub struct Packed {
     pub slot: u32,
     /// Bytes of the slice, or zero if the slot was not used.
     pub bytes: u64,
+    /// Which slice: they come in order, from zero. Of no meaning if the slot was not used.
+    pub slice: u64,
 }
 
 impl Msg {

@@ -8,7 +8,7 @@
 mod sim;
 
 use kvxfer_proto::msg::Verify;
-use kvxfer_proto::node::{Config, Direction, EventKind, Expect, PeerKey};
+use kvxfer_proto::node::{Config, Direction, EventKind, Expect, Flaw, Mover, PeerKey};
 use kvxfer_proto::{PushId, ReasonKind};
 use sim::Net;
 use sim::rooms::{BOTH, PAGES, SECOND, endings, expect, fill, net_of, push, room, why, wrong_bytes};
@@ -37,7 +37,21 @@ struct Faults {
     unpushed: bool,
     /// The receiver's own copies take their time.
     slow_copies: bool,
+    /// Deliveries go through staging slots of so many bytes, of which there are so many.
+    packed: Option<(u64, u32)>,
+    /// A rule that decode breaks.
+    flaw: Option<Flaw>,
 }
+
+const EVERYTHING: Faults = Faults {
+    preempt: true,
+    restart: true,
+    fabric: true,
+    unpushed: true,
+    slow_copies: false,
+    packed: None,
+    flaw: None,
+};
 
 /// One push of a room, or none of the layers named: all of them.
 type Chunk = ((u64, u64), Option<(u32, u32)>);
@@ -81,10 +95,12 @@ struct World {
 
 impl World {
     fn new(seed: u64, faults: Faults) -> Self {
-        let mover = BOTH[(seed % 2) as usize];
+        let mover = if faults.packed.is_some() { Mover::Sender } else { BOTH[(seed % 2) as usize] };
         let (p, d) = SHAPES[(seed / 2 % 5) as usize];
-        let (mut net, _) = net_of(seed, mover, (p, PREFILL_PAGES), (d, PAGES), &Config::default());
+        let config = Config { flaw: faults.flaw, ..Config::default() };
+        let (mut net, _) = net_of(seed, mover, (p, PREFILL_PAGES), (d, PAGES), &config);
         net.data_us = (50, 5000);
+        net.ring = faults.packed;
         if faults.slow_copies {
             net.copy_us = (0, 800);
         }
@@ -321,16 +337,16 @@ impl World {
         self.wrong.append(&mut self.net.violations);
         for n in &self.net.nodes {
             let g = n.node.gauges();
-            if (g.granted_pages, g.quarantined_pages, g.inbound, g.outbound, g.deliveries) != (0, 0, 0, 0, 0)
-            {
+            let rooms = (g.granted_pages, g.quarantined_pages, g.inbound, g.outbound, g.deliveries);
+            if rooms != (0, 0, 0, 0, 0) || g.staging_slots != 0 {
                 self.wrong.push(format!("{} holds {g:?} in the end", n.name));
             }
         }
     }
 }
 
-/// One seed; returns what went wrong.
-fn run_seed(seed: u64, faults: Faults) -> Vec<String> {
+/// One seed; returns what went wrong, and how many slices came through slots.
+fn run_seed(seed: u64, faults: Faults) -> (Vec<String>, u64) {
     let mut w = World::new(seed, faults);
     for _ in 0..40 {
         let pause = w.net.rng.below(3000);
@@ -342,7 +358,7 @@ fn run_seed(seed: u64, faults: Faults) -> Vec<String> {
     }
     w.wind_down();
     w.check();
-    w.wrong
+    (w.wrong, w.net.unpacked)
 }
 
 fn run(faults: Faults) {
@@ -350,15 +366,17 @@ fn run(faults: Faults) {
         .ok()
         .map(|s| s.parse().unwrap_or_else(|e| panic!("KVXFER_SEED={s}: {e}")));
     let seeds = only.map_or(0..SEEDS, |seed| seed..seed + 1);
-    let mut broken = Vec::new();
+    let (mut broken, mut unpacked) = (Vec::new(), 0);
     for seed in seeds {
         // A panic inside a node names no seed by itself.
-        let wrong = catch_unwind(AssertUnwindSafe(|| run_seed(seed, faults)))
-            .unwrap_or_else(|_| vec!["panic, see above".to_owned()]);
+        let (wrong, slices) = catch_unwind(AssertUnwindSafe(|| run_seed(seed, faults)))
+            .unwrap_or_else(|_| (vec!["panic, see above".to_owned()], 0));
+        unpacked += slices;
         if !wrong.is_empty() {
             broken.push((seed, wrong));
         }
     }
+    assert!(faults.packed.is_none() || only.is_some() || unpacked > 0, "nothing went packed");
     let mut report = String::new();
     for (seed, wrong) in broken.iter().take(5) {
         report += &format!(
@@ -403,10 +421,41 @@ fn slow_copies() {
 
 #[test]
 fn everything_at_once() {
-    run(Faults { preempt: true, restart: true, fabric: true, unpushed: true, slow_copies: false });
+    run(EVERYTHING);
 }
 
 #[test]
 fn everything_at_once_with_slow_copies() {
-    run(Faults { preempt: true, restart: true, fabric: true, unpushed: true, slow_copies: true });
+    run(Faults { slow_copies: true, ..EVERYTHING });
+}
+
+#[test]
+fn pushes_that_go_packed() {
+    run(Faults { packed: Some((16, 6)), ..Faults::default() });
+}
+
+#[test]
+fn pushes_that_go_packed_are_taken_back() {
+    run(Faults { preempt: true, packed: Some((16, 3)), ..Faults::default() });
+}
+
+#[test]
+fn everything_at_once_through_a_ring_of_few_slots() {
+    run(Faults { packed: Some((8, 2)), ..EVERYTHING });
+}
+
+#[test]
+fn everything_at_once_through_a_ring_of_many_slots() {
+    run(Faults { packed: Some((64, 32)), ..EVERYTHING });
+}
+
+#[test]
+fn a_slot_that_is_freed_early_is_caught() {
+    let faults =
+        Faults { packed: Some((16, 3)), flaw: Some(Flaw::StagingSlotFreedEarly), ..Faults::default() };
+    let caught = (0..SEEDS).any(|seed| {
+        let (wrong, _) = run_seed(seed, faults);
+        wrong.iter().any(|w| w.contains("landed in slot"))
+    });
+    assert!(caught, "a slice landed in a slot that was another's, or free, and nobody saw it");
 }

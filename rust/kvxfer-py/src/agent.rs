@@ -12,7 +12,9 @@ use crate::shard::Shard;
 use crate::unreleased::Unreleased;
 use crate::waiter::Waiter;
 use crate::watch::Watch;
-use kvxfer_engine::{AgentConfig, ExpectOrder, FabricChoice, PushOrder, TlsConfig, stage_name};
+use kvxfer_engine::{
+    AgentConfig, ExpectOrder, FabricChoice, PushOrder, Staging, StagingMode, TlsConfig, stage_name,
+};
 use kvxfer_fabric::{MemKind, RegionSpan};
 use kvxfer_proto::PushId;
 use kvxfer_proto::msg::{Role, Verify};
@@ -51,12 +53,14 @@ impl Agent {
                         engine=None, dp_rank=Int(0), role="both", model=None, fabric="auto", secret=None,
                         tls=None, insecure=false, limits=None, cpu=None, queue_capacity=Int(4096),
                         spin_us=Int(50), ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None,
-                        quarantine_limit=None, slice_bytes=None, flaw=None),
+                        quarantine_limit=None, slice_bytes=None, staging="auto", staging_slots=Int(32),
+                        staging_slot_bytes=Int(262_144), flaw=None),
            text_signature = "(name, layout, shard, regions, pages, owner, *, listen='127.0.0.1:0', \
                              directory=None, engine=None, dp_rank=0, role='both', model=None, fabric='auto', \
                              secret=None, tls=None, insecure=False, limits=None, cpu=None, \
                              queue_capacity=4096, spin_us=50, ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None, \
-                             quarantine_limit=None, slice_bytes=None, flaw=None)")]
+                             quarantine_limit=None, slice_bytes=None, staging='auto', staging_slots=32, \
+                             staging_slot_bytes=262144, flaw=None)")]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn new(
         py: Python<'_>,
@@ -87,6 +91,9 @@ impl Agent {
         fence_after: Option<Seconds>,
         quarantine_limit: Option<Int<u64>>,
         slice_bytes: Option<Int<u64>>,
+        staging: &str,
+        staging_slots: Int<u32>,
+        staging_slot_bytes: Int<u64>,
         flaw: Option<&str>,
     ) -> PyResult<Self> {
         let side = side(layout, shard)?;
@@ -132,6 +139,10 @@ impl Agent {
         config.ucx_tls = ucx_tls;
         config.ucx_wheel_dir = ucx_wheel_dir;
         config.slice_bytes = slice_bytes.map_or(config.slice_bytes, |n| n.0);
+        let mode = StagingMode::from_name(staging).ok_or_else(|| {
+            errors::bad(py, format!("staging {staging:?} is not known: auto, always and never are"))
+        })?;
+        config.staging = Staging { mode, slots: staging_slots.0, slot_bytes: staging_slot_bytes.0 };
         let node = &mut config.node;
         node.heartbeat = heartbeat.map_or(node.heartbeat, |s| s.0);
         node.suspect_after = suspect_after.map_or(node.suspect_after, |s| s.0);
@@ -376,14 +387,15 @@ impl Agent {
     /// Counters (since the start) and gauges (now), by name; a few milliseconds old at most.
     ///
     /// Counters: `succeeded`, `failed`, `cancelled`, `timed_out` (rooms), `stale_refused`, `protocol_errors`,
-    /// `fences`, `sessions`, `moved_bytes`, `summed_bytes`, `writes`, `data_syscalls`, `slices`, `sleeps`, `frames_sent`,
+    /// `fences`, `sessions`, `moved_bytes`, `summed_bytes`, `packed_bytes` (into staging slots), `unpacked_bytes`,
+    /// `packed_deliveries` and `direct_deliveries` (of those that could go either way), `writes`, `data_syscalls`, `slices`, `sleeps`, `frames_sent`,
     /// `frames_received`; `bad_connections` (refused or dropped for what came on them), of those
     /// `limited_connections` (past a limit) and `slow_connections` (silent or slow); `auth_failures` (no or a
     /// wrong secret or certificate), `limited` (grants and sessions past a limit). Gauges: `inbound`, `outbound`
     /// (rooms), `granted_pages`, `quarantined_pages`, `peers`, `tombstones` (ended rooms that are remembered),
     /// `deliveries`, `queue_depth`, `queued_events` (not polled yet), `known_rooms` (that calls can name),
     /// `unacknowledged` (control messages), `timers`, `driver_entries` (of the transfer thread's own tables),
-    /// `connections`.
+    /// `connections`, `staging_slots` (of our ring, not free), `quarantined_slots`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.inner.check(py)?;
         let s = self.inner.engine.stats();
@@ -399,6 +411,10 @@ impl Agent {
             ("sessions", s.counters.sessions),
             ("moved_bytes", s.moved_bytes),
             ("summed_bytes", s.summed_bytes),
+            ("packed_bytes", s.packed_bytes),
+            ("unpacked_bytes", s.unpacked_bytes),
+            ("packed_deliveries", s.packed_deliveries),
+            ("direct_deliveries", s.direct_deliveries),
             ("writes", s.writes),
             ("data_syscalls", s.data_syscalls),
             ("slices", s.slices),
@@ -424,6 +440,8 @@ impl Agent {
             ("queued_events", s.queued_events),
             ("driver_entries", s.driver_entries),
             ("connections", s.connections),
+            ("staging_slots", s.gauges.staging_slots),
+            ("quarantined_slots", s.gauges.quarantined_slots),
         ] {
             out.set_item(name, value)?;
         }

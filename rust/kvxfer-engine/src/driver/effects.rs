@@ -162,7 +162,7 @@ impl Driver {
         }
         if let Some(packed) = packed {
             self.staging.free_buffer(packed.buffer);
-            self.node.handle_packed(now, id, packed.slot, packed.bytes);
+            self.node.handle_packed(now, id, packed.slot, packed.bytes, packed.number);
         }
         let end = self.sched.flushed(id);
         self.flow_over(now, id, end);

@@ -37,6 +37,8 @@ pub(super) struct Ticket {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PackedSlice {
     pub(super) slot: u32,
+    /// Which slice of its delivery.
+    pub(super) number: u64,
     pub(super) buffer: usize,
     pub(super) bytes: u64,
 }
@@ -431,7 +433,13 @@ impl Driver {
     }
 
     /// Packs a slice into a buffer of ours, writes it to the slot and asks for its flush.
-    pub(super) fn pack_slice(&mut self, now: Time, slice: Slice, slot: u32, pieces: &[Piece]) {
+    pub(super) fn pack_slice(
+        &mut self,
+        now: Time,
+        slice: Slice,
+        (slot, number): (u32, u64),
+        pieces: &[Piece],
+    ) {
         let lane = self.peers.get(&slice.peer).and_then(|io| io.endpoint.as_ref());
         let lane = lane.and_then(|e| Some((e.which, e.ep, e.lane.as_ref()?)));
         let place = lane.map(|(which, ep, l)| (which, ep, l.region, u64::from(slot) * l.slot_bytes));
@@ -465,7 +473,7 @@ impl Driver {
                 self.stats.writes += 1;
                 self.stats.moved_bytes += packed;
                 self.stats.packed_bytes += packed;
-                self.in_flight(ticket, slice, Some(PackedSlice { slot, buffer, bytes: packed }));
+                self.in_flight(ticket, slice, Some(PackedSlice { slot, number, buffer, bytes: packed }));
             }
             Err(e) => {
                 // Else the buffer stays in use until the endpoint is closed: the write may be under way.

@@ -81,7 +81,7 @@ fields! {
     Pack {
         1 room, 2 seq, 3 push, 4 span, 5 pages_start, 6 pages, 7 pages_end (?), 8 bytes, 9 slice_bytes, 10 slots,
     }
-    Packed { 1 room, 2 seq, 3 push, 4 slot, 5 bytes }
+    Packed { 1 room, 2 seq, 3 push, 4 slot, 5 bytes, 6 slice }
     Shard { 1 tp_rank, 2 tp_size, 3 pp_rank, 4 pp_size }
     RegionShape { 1 group, 2 layer, 3 part, 4 len, 5 kind }
     FabricOffer { 1 name, 2 blob }

@@ -8,13 +8,15 @@ use std::sync::Arc;
 
 /// A delivery under way.
 pub struct Running {
-    delivery: Delivery,
-    pieces: Vec<Piece>,
-    next: usize,
-    in_flight: usize,
+    pub(super) delivery: Delivery,
+    pub(super) pieces: Vec<Piece>,
+    pub(super) next: usize,
+    pub(super) in_flight: usize,
     pub(super) aborted: bool,
     /// Fences of ours when it began.
-    own_epoch: u64,
+    pub(super) own_epoch: u64,
+    /// If it goes, or comes, packed.
+    pub(super) packed: Option<super::packed::Packed>,
 }
 
 /// Bytes on their way, read when they were posted.
@@ -58,8 +60,13 @@ impl Net {
         let id = delivery.id;
         let incarnation = self.nodes[i].incarnation;
         let own_epoch = self.fences_of(i, delivery.peer);
-        let running = Running { delivery, pieces, next: 0, in_flight: 0, aborted: false, own_epoch };
+        let packed = self.goes_packed(i, &delivery, &mut pieces);
+        let goes_packed = packed.is_some();
+        let running = Running { delivery, pieces, next: 0, in_flight: 0, aborted: false, own_epoch, packed };
         self.nodes[i].running.insert(id, running);
+        if goes_packed {
+            return;
+        }
         self.at(1, What::Post { node: i, incarnation, id });
     }
 
@@ -95,7 +102,7 @@ impl Net {
     }
 
     /// The source's bytes of a piece; none if its process is gone.
-    fn read(&self, src: Option<usize>, p: &Piece) -> Vec<u8> {
+    pub(super) fn read(&self, src: Option<usize>, p: &Piece) -> Vec<u8> {
         src.map_or(Vec::new(), |s| {
             self.nodes[s].memory[p.src_region as usize][p.src_off as usize..(p.src_off + p.len) as usize]
                 .to_vec()
@@ -164,24 +171,29 @@ impl Net {
 
     /// A write in flight reads its source's pages: they must not have been given back.
     fn check_source(&mut self, w: &Write) {
-        let n = &self.nodes[w.node];
-        if !n.running.contains_key(&w.id) || self.is_fenced(w) {
+        if !self.nodes[w.node].running.contains_key(&w.id) || self.is_fenced(w) {
             return;
         }
+        self.check_released(w.node, w.room, w.push);
+    }
+
+    /// The source's pages of this push are still held.
+    pub(super) fn check_released(&mut self, node: usize, room: Room, push: PushId) {
+        let n = &self.nodes[node];
         let frees = |e: &&Event| match &e.kind {
-            EventKind::Retracted(push) => *push == w.push,
+            EventKind::Retracted(of) => *of == push,
             _ => true,
         };
-        if let Some(e) = n.events.iter().filter(|e| e.room == w.room && e.released).find(frees) {
+        if let Some(e) = n.events.iter().filter(|e| e.room == room && e.released).find(frees) {
             self.violations.push(format!(
-                "t={}: a write of room {}, push {} of {} is in flight after {:?} released its source",
-                self.now, w.room, w.push.0, n.name, e.kind
+                "t={}: a write of room {room}, push {} of {} is in flight after {:?} released its source",
+                self.now, push.0, n.name, e.kind
             ));
         }
     }
 
     /// A write must land on pages that its room holds.
-    fn check_page(&mut self, dst: usize, room: Room, p: &Piece) {
+    pub(super) fn check_page(&mut self, dst: usize, room: Room, p: &Piece) {
         let n = &self.nodes[dst];
         let shape = n.side.regions(&n.page_counts).unwrap()[p.dst_region as usize];
         let page = (p.dst_off / (shape.len / u64::from(n.page_counts[shape.group as usize]))) as u32;

@@ -8,6 +8,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::cast_possible_truncation)]
 
 mod data;
+mod packed;
 pub mod rooms;
 pub mod solo;
 mod sums;
@@ -15,6 +16,7 @@ mod sums;
 pub use sums::Flip;
 
 use data::{Running, Write};
+use packed::Slice;
 use kvxfer_proto::msg::{Frame, Msg};
 use kvxfer_proto::node::{
     Action, Config, DeliveryId, Direction, Event, EventKind, Mover, Node, PeerKey, Push, RankInfo, SessionUp,
@@ -53,6 +55,8 @@ pub struct SimNode {
     pub stopped: bool,
     held: Vec<What>,
     running: BTreeMap<DeliveryId, Running>,
+    /// Staging slots' bytes.
+    ring: Vec<Vec<u8>>,
     sums: Sums,
     connecting: BTreeSet<PeerKey>,
     /// Fences of ours, per peer: a write that was posted before one is dropped.
@@ -69,6 +73,9 @@ enum What {
     Resolve { from: usize, source: Source },
     Post { node: usize, incarnation: Incarnation, id: DeliveryId },
     Land(Write),
+    PostSlice { node: usize, incarnation: Incarnation, id: DeliveryId },
+    LandSlice(Slice),
+    Unpack { node: usize, incarnation: Incarnation, id: DeliveryId },
     Sum { node: usize, incarnation: Incarnation, id: DeliveryId },
     Fenced { node: usize, key: PeerKey },
 }
@@ -92,6 +99,10 @@ pub struct Net {
     /// Sums of received bytes that came to an end, and those before which a byte is changed.
     pub sums_ended: u64,
     pub flip: Option<Flip>,
+    /// Bytes of a staging slot and how many there are, where the sender writes; then two of three deliveries go packed.
+    pub ring: Option<(u64, u32)>,
+    /// Slices that were unpacked.
+    pub unpacked: u64,
     /// Pings sent by all nodes.
     pub pings: u64,
     sessions: BTreeMap<(Incarnation, Incarnation), SessionNo>,
@@ -121,6 +132,8 @@ impl Net {
             writes_landed: 0,
             sums_ended: 0,
             flip: None,
+            ring: None,
+            unpacked: 0,
             pings: 0,
             copy_us: (0, 0),
             sessions: BTreeMap::new(),
@@ -146,6 +159,7 @@ impl Net {
             stopped: false,
             held: Vec::new(),
             running: BTreeMap::new(),
+            ring: Vec::new(),
             sums: Sums::default(),
             connecting: BTreeSet::new(),
             endpoint_epoch: BTreeMap::new(),
@@ -238,7 +252,9 @@ impl Net {
                 }
                 Action::Deliver(delivery) => self.start_delivery(i, delivery),
                 Action::Sum(sum) => self.start_sum(i, sum),
-                Action::Lent { .. } | Action::Unpack(_) | Action::Landed { .. } => unreachable!("no ring here"),
+                Action::Lent { id, slot } => self.lent(i, id, slot),
+                Action::Unpack(unpacking) => self.start_unpacking(i, unpacking),
+                Action::Landed { id, slot, bytes } => self.landed(i, id, slot, bytes),
                 Action::Abort(id) if self.stop_sum(i, id) => {}
                 Action::Abort(id) => {
                     if let Some(r) = self.nodes[i].running.get_mut(&id) {
@@ -318,9 +334,13 @@ impl Net {
         match what {
             What::Frame { to, .. } | What::SessionDown { to, .. } => Some(*to),
             What::Connect { from, .. } | What::Resolve { from, .. } => Some(*from),
-            What::Post { node, .. } | What::Sum { node, .. } | What::Fenced { node, .. } => Some(*node),
+            What::Post { node, .. }
+            | What::PostSlice { node, .. }
+            | What::Unpack { node, .. }
+            | What::Sum { node, .. }
+            | What::Fenced { node, .. } => Some(*node),
             // A posted write needs nobody's processor.
-            What::Land(_) => None,
+            What::Land(_) | What::LandSlice(_) => None,
         }
     }
 
@@ -393,6 +413,17 @@ impl Net {
                 }
             }
             What::Land(write) => self.land(&write),
+            What::LandSlice(slice) => self.land_slice(&slice),
+            What::PostSlice { node, incarnation, id } => {
+                if self.nodes[node].incarnation == incarnation {
+                    self.post_slice(node, id);
+                }
+            }
+            What::Unpack { node, incarnation, id } => {
+                if self.nodes[node].incarnation == incarnation {
+                    self.unpack_slice(node, id);
+                }
+            }
             What::Sum { node, incarnation, id } => {
                 if self.nodes[node].incarnation == incarnation {
                     self.step_sum(node, id);
@@ -449,6 +480,7 @@ impl Net {
                 };
                 let epoch = self.fences_of(peer, back);
                 self.nodes[at].attached_epoch.insert(peer_key, epoch);
+                self.have_rings(at, peer_key);
                 self.nodes[at].node.handle_attached(now, peer_key, self.mover);
             }
             self.carry_out(at);

@@ -194,7 +194,7 @@ pub fn samples() -> Vec<Frame> {
             slice_bytes: 256 << 10,
             slots: 4,
         }),
-        Msg::Packed(Packed { room, seq, push, slot: 5, bytes: 256 << 10 }),
+        Msg::Packed(Packed { room, seq, push, slot: 5, bytes: 256 << 10, slice: 7 }),
     ];
     msgs.into_iter()
         .map(|msg| Frame {
@@ -426,13 +426,9 @@ fn any_numbered() -> impl Strategy<Value = Msg> {
                 })
             }
         ),
-        (push(), any::<(u32, u64)>()).prop_map(|((room, seq, push), (slot, bytes))| Msg::Packed(Packed {
-            room,
-            seq,
-            push,
-            slot,
-            bytes
-        })),
+        (push(), any::<(u32, u64, u64)>()).prop_map(|((room, seq, push), (slot, bytes, slice))| Msg::Packed(
+            Packed { room, seq, push, slot, bytes, slice }
+        )),
     ]
 }
 

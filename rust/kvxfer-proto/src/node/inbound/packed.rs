@@ -19,6 +19,8 @@ pub(super) struct Packing {
     /// Bytes of all slices, as the sender says, and of those that have landed.
     bytes: u64,
     landed: u64,
+    /// The number of the next slice.
+    next: u64,
 }
 
 fn broken(room: Room, text: impl std::fmt::Display) -> Reason {
@@ -83,7 +85,7 @@ impl Node {
             && let Some(g) = r.grants.get_mut(&key)
         {
             g.copies.insert(m.push, id);
-            g.packed.insert(m.push, Packing { id, bytes: m.bytes, landed: 0 });
+            g.packed.insert(m.push, Packing { id, bytes: m.bytes, landed: 0, next: 0 });
             self.actions.push_back(Action::Unpack(Unpacking {
                 delivery: Delivery {
                     id,
@@ -145,7 +147,13 @@ impl Node {
             self.fail_inbound(now, room, broken(room, text));
             return Ok(());
         }
+        if m.slice != p.next {
+            let text = format!("push {}: slice {} came where slice {} was due", m.push.0, m.slice, p.next);
+            self.fail_inbound(now, room, broken(room, text));
+            return Ok(());
+        }
         p.landed = landed;
+        p.next += 1;
         let id = p.id;
         if let Some(ring) = &mut self.ring {
             ring.unpack(id, lease, m.slot).map_err(|e| broken(room, e))?;

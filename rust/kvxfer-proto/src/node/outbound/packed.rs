@@ -79,25 +79,25 @@ impl Node {
             }
         }
         for slot in spare {
-            self.queue(now, key, Msg::Packed(Packed { room, seq: m.seq, push: m.push, slot, bytes: 0 }));
+            self.queue(now, key, Msg::Packed(Packed { room, seq: m.seq, push: m.push, slot, bytes: 0, slice: 0 }));
         }
         Ok(())
     }
 
-    /// A slice was written to a slot, and is there.
-    pub fn handle_packed(&mut self, now: Time, id: DeliveryId, slot: u32, bytes: u64) {
+    /// A slice was written to a slot, and is there. Slices are numbered from zero, and named here in that order.
+    pub fn handle_packed(&mut self, now: Time, id: DeliveryId, slot: u32, bytes: u64, slice: u64) {
         let Some(DeliveryFor::Outbound(room, key, push)) = self.deliveries.get(&id).copied() else { return };
         if !self.packing.get_mut(&id).is_some_and(|p| p.slots.remove(&slot)) {
             return;
         }
-        self.give_back(now, (room, key, push), slot, bytes, Some(id));
+        self.give_back(now, (room, key, push), slot, Some((id, bytes, slice)));
     }
 
     /// A delivery that went packed has ended: slots that it did not use go back.
     pub(in crate::node) fn packing_over(&mut self, now: Time, id: DeliveryId, of: (Room, PeerKey, PushId)) {
         let Some(packing) = self.packing.remove(&id) else { return };
         for slot in packing.slots {
-            self.give_back(now, of, slot, 0, None);
+            self.give_back(now, of, slot, None);
         }
     }
 
@@ -107,8 +107,7 @@ impl Node {
         now: Time,
         (room, key, push): (Room, PeerKey, PushId),
         slot: u32,
-        bytes: u64,
-        id: Option<DeliveryId>,
+        filled: Option<(DeliveryId, u64, u64)>,
     ) {
         if let Some(credits) = self.peers.get_mut(&key).and_then(|p| p.credits.as_mut()) {
             // Ours until now, by what the caller holds.
@@ -118,9 +117,9 @@ impl Node {
         r.progress.touch(now);
         let Some(dest) = r.dests.get(&key) else { return };
         // Of a push that is being taken back nothing counts.
-        let stands = id.is_some_and(|id| dest.parts.get(&push) == Some(&Part::Writing(id)));
-        let bytes = if stands { bytes } else { 0 };
+        let stands = filled.filter(|(id, ..)| dest.parts.get(&push) == Some(&Part::Writing(*id)));
+        let (bytes, slice) = stands.map_or((0, 0), |(_, bytes, slice)| (bytes, slice));
         let seq = dest.seq;
-        self.queue(now, key, Msg::Packed(Packed { room, seq, push, slot, bytes }));
+        self.queue(now, key, Msg::Packed(Packed { room, seq, push, slot, bytes, slice }));
     }
 }
