@@ -122,7 +122,7 @@ fn every_field_is_needed_once() {
         ("Done", 7),
         ("Done", 8),
         ("Finished", 3),
-        ("Credit", 1),
+        ("Pack", 7),
     ];
     assert_eq!(optional, known);
 }

@@ -22,6 +22,7 @@ enum Message {
     Credit(usize, (u32, u32)),
     Cancel(usize),
     Filled(usize, u32),
+    Returned(usize, u32),
     Drained(usize),
 }
 
@@ -67,6 +68,7 @@ struct State {
 enum Move {
     Lend(usize, usize),
     Post(usize, usize),
+    GiveBack(usize, usize),
     Land(usize),
     Flush(usize, usize, u32),
     ReadBySender(usize),
@@ -119,8 +121,8 @@ fn honest<T>(what: Result<T, StagingError>) -> Result<T, Violation> {
 impl State {
     fn new(flaw: Option<Flaw>, faults: u8) -> Result<Self, StagingError> {
         let part = Part { left: 1, uncredited: 1, ..Part::default() };
-        // One sender has two pieces for the first room: it needs a slot that comes back.
-        let first = Part { left: 2, uncredited: 2, ..Part::default() };
+        // One sender has two pieces for the first room: it needs a slot that comes back. It gets one more than it needs.
+        let first = Part { left: 2, uncredited: 3, ..Part::default() };
         Ok(Self {
             ring: Slots::new(BYTES, SLOTS, flaw)?,
             credits: [Credits::new(BYTES, SLOTS)?, Credits::new(BYTES, SLOTS)?],
@@ -149,6 +151,9 @@ impl State {
                 }
                 if part.left > 0 && !part.void && self.credits[p].held(room(r), Seq(1)) > 0 {
                     out.push(Move::Post(p, r));
+                }
+                if part.left == 0 && !part.void && self.credits[p].held(room(r), Seq(1)) > 0 {
+                    out.push(Move::GiveBack(p, r));
                 }
             }
             if !self.to_sender[p].is_empty() {
@@ -201,6 +206,12 @@ impl State {
                 if let Some(slot) = honest(self.credits[p].take(room(r), Seq(1), BYTES))? {
                     self.parts[p][r].left -= 1;
                     self.writes.push(InFlight { peer: p, room: r, slot });
+                }
+            }
+            Move::GiveBack(p, r) => {
+                if let Some(slot) = honest(self.credits[p].take(room(r), Seq(1), 0))? {
+                    honest(self.credits[p].release(room(r), slot))?;
+                    self.to_receiver[p].push_back(Message::Returned(r, slot));
                 }
             }
             Move::Land(i) => {
@@ -304,6 +315,7 @@ impl State {
                     ));
                 }
             }
+            Some(Message::Returned(r, n)) => honest(self.ring.returned(lease(p, r), n))?,
             Some(Message::Drained(r)) => {
                 self.ring.drained(key(p), room(r), Seq(1));
                 self.parts[p][r].answered = true;

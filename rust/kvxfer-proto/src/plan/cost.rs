@@ -121,11 +121,18 @@ pub fn sample(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::{Order, PageLayout, Shard};
+    use crate::layout::{DType, Order, PageLayout, Shard};
 
     fn side(order: Order, tp_rank: u32, tp_size: u32) -> Side {
-        let layout =
-            PageLayout { layers: 2, kv_heads: 8, head_dim: 128, page_tokens: 16, order, ..PageLayout::PLAIN };
+        let layout = PageLayout {
+            layers: 2,
+            kv_heads: 8,
+            head_dim: 128,
+            page_tokens: 16,
+            dtype: DType::Bfloat16,
+            order,
+            ..PageLayout::PLAIN
+        };
         Side { groups: vec![layout], shard: Shard { tp_rank, tp_size, pp_rank: 0, pp_size: 1 } }
     }
 

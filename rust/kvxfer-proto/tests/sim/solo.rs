@@ -4,7 +4,7 @@ use super::rooms::{PAGES, expect, ids, room, side, source};
 use kvxfer_proto::msg::{Done, Frame, Grant, Msg, Owed, Ready, Verify};
 use kvxfer_proto::node::{
     Action, Config, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Expect, Mover, Node,
-    PeerKey, RankInfo, SessionUp, Summing,
+    PeerKey, RankInfo, SessionUp, Summing, Unpacking,
 };
 use kvxfer_proto::{Incarnation, PushId, Reason, Seq, SessionNo, Time};
 
@@ -26,6 +26,10 @@ pub struct Solo {
     pub sent: Vec<Sent>,
     pub delivers: Vec<Delivery>,
     pub sums: Vec<Summing>,
+    pub unpackings: Vec<Unpacking>,
+    /// Slots of ours that hold a slice, and slots of a peer's that we may write.
+    pub landed: Vec<u32>,
+    pub lent: Vec<u32>,
     pub events: Vec<Event>,
     pub aborts: Vec<DeliveryId>,
     pub fences: Vec<PeerKey>,
@@ -47,6 +51,9 @@ impl Solo {
             sent: Vec::new(),
             delivers: Vec::new(),
             sums: Vec::new(),
+            unpackings: Vec::new(),
+            landed: Vec::new(),
+            lent: Vec::new(),
             events: Vec::new(),
             aborts: Vec::new(),
             fences: Vec::new(),
@@ -96,6 +103,9 @@ impl Solo {
                 Action::Send { peer, number, msg, .. } => self.sent.push((peer, number, msg)),
                 Action::Deliver(delivery) => self.delivers.push(delivery),
                 Action::Sum(sum) => self.sums.push(sum),
+                Action::Unpack(unpacking) => self.unpackings.push(unpacking),
+                Action::Landed { slot, .. } => self.landed.push(slot),
+                Action::Lent { slot, .. } => self.lent.push(slot),
                 Action::Event(event) => self.events.push(event),
                 Action::Abort(id) => self.aborts.push(id),
                 Action::Fence(key) => self.fences.push(key),
