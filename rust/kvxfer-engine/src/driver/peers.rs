@@ -293,7 +293,7 @@ impl Driver {
         Ok(())
     }
 
-    fn send_session(&mut self, key: PeerKey, msg: Msg) {
+    pub(super) fn send_session(&mut self, key: PeerKey, msg: Msg) {
         let Some((conn, session)) = self.peers.get(&key).and_then(|io| io.conn) else { return };
         let frame = Frame { incarnation: self.me.incarnation, session, number: 0, msg };
         self.control.send(conn, &frame);
@@ -319,7 +319,11 @@ impl Driver {
             Msg::Refuse(reason) if is_final(&reason) => self.node.handle_refused(now, key, &reason),
             // It gave up this connection and not us, for example because its own part took too long.
             Msg::Refuse(reason) => self.control.close(conn, reason),
-            _ => {
+            msg => {
+                if let Msg::Pong(n) = msg {
+                    self.ponged(now, key, n);
+                }
+                let frame = Frame { msg, ..frame };
                 if let Err(reason) = self.node.handle_frame(now, key, frame) {
                     tracing::warn!(%reason, "the peer broke the protocol");
                     self.control.close(conn, reason);
@@ -339,6 +343,9 @@ impl Driver {
         let Some(io) = self.peers.get_mut(&key) else { return };
         if let Some(endpoint) = io.endpoint.as_ref().filter(|e| e.which == which) {
             let fresh = ring.filter(|_| endpoint.lane.is_none());
+            if self.probe_again(now, key) {
+                return;
+            }
             self.attach_with(now, key, String::new(), fresh);
             return;
         }
@@ -585,6 +592,7 @@ impl Driver {
                 io.conn = None;
             }
             self.node.handle_session_down(now, key, session);
+            self.staging.drop_probe(key);
             if key.direction == Direction::WeGrant {
                 // A session that the node refused leaves nobody who would ask for the next; nothing if none is wanted.
                 self.connect(now, key);

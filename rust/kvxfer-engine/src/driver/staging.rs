@@ -6,6 +6,7 @@ use crate::carriers::Which;
 use crate::config::{AgentConfig, Staging, StagingMode};
 use crate::sched::Slice;
 use kvxfer_fabric::{EpId, FabricError, LocalMemory, Piece};
+use kvxfer_proto::msg::Msg;
 use kvxfer_proto::node::{Delivery, DeliveryEnd, DeliveryId, Direction, Unpacking};
 use kvxfer_proto::plan::{Cost, Cursor, Load, sample};
 use kvxfer_proto::staging::MAX_SLOTS;
@@ -99,6 +100,8 @@ struct Probe {
     trip: Duration,
     small: Duration,
     large: Duration,
+    /// Of messages to the peer and back, on the control channel.
+    words: Vec<Duration>,
 }
 
 impl Packer {
@@ -176,6 +179,11 @@ fn ns(d: Duration) -> f64 {
 #[expect(clippy::cast_precision_loss, reason = "an estimate")]
 fn float(n: u64) -> f64 {
     n as f64
+}
+
+fn median(times: &mut [Duration]) -> Duration {
+    times.sort_unstable();
+    times.get(times.len() / 2).copied().unwrap_or_default()
 }
 
 /// The best of a few goes.
@@ -300,6 +308,7 @@ impl Driver {
             trip: Duration::MAX,
             small: Duration::MAX,
             large: Duration::MAX,
+            words: Vec::new(),
         };
         if let Some(e) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) {
             e.lane = Some(Lane { region, slot_bytes, slots, cost: None, probe: Some(Box::new(probe)) });
@@ -338,6 +347,7 @@ impl Driver {
                 probe.pieces.iter().map(place).collect()
             }
             2 => (0..PROBE_LARGE).map(|n| piece(scratch + n % 2 * slice, most)).collect(),
+            3 => Vec::new(),
             _ => {
                 self.probe_over(now, key);
                 return true;
@@ -346,6 +356,11 @@ impl Driver {
         probe.started = Instant::now();
         self.next_ticket += 1;
         let ticket = self.next_ticket;
+        if batch.is_empty() {
+            self.staging.probes.insert(ticket, key);
+            self.send_session(key, Msg::Ping(ticket));
+            return true;
+        }
         let posted = self.carriers.post(which, ep, &batch);
         match posted.and_then(|()| self.carriers.flush(which, ep, ticket)) {
             Ok(()) => {
@@ -354,6 +369,19 @@ impl Driver {
             Err(e) => self.endpoint_broke(now, key, &e),
         }
         true
+    }
+
+    /// The peer has answered a ping: ours, or the node's.
+    pub(super) fn ponged(&mut self, now: Time, key: PeerKey, n: u64) {
+        if self.staging.probes.get(&n) == Some(&key) {
+            self.probed(now, n, &Ok(()));
+        }
+    }
+
+    /// A new session asks for what the last one did not live to see: a measurement under way goes on. False if none is.
+    pub(super) fn probe_again(&mut self, now: Time, key: PeerKey) -> bool {
+        self.staging.drop_probe(key);
+        self.probe(now, key)
     }
 
     /// A measurement's flush has come back.
@@ -366,12 +394,12 @@ impl Driver {
         let endpoint = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut());
         let Some(probe) = endpoint.and_then(|e| e.lane.as_mut()).and_then(|l| l.probe.as_mut()) else { return };
         let took = probe.started.elapsed();
-        let best = match probe.step / PROBE_ROUNDS {
-            0 => &mut probe.trip,
-            1 => &mut probe.small,
-            _ => &mut probe.large,
-        };
-        *best = (*best).min(took);
+        match probe.step / PROBE_ROUNDS {
+            0 => probe.trip = probe.trip.min(took),
+            1 => probe.small = probe.small.min(took),
+            2 => probe.large = probe.large.min(took),
+            _ => probe.words.push(took),
+        }
         probe.step += 1;
         self.probe(now, key);
     }
@@ -382,7 +410,7 @@ impl Driver {
         let Some(local) = self.staging.buffers.as_ref().map(|b| b.local) else { return };
         let endpoint = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut());
         let Some(lane) = endpoint.and_then(|e| e.lane.as_mut()) else { return };
-        let Some(probe) = lane.probe.take() else { return };
+        let Some(mut probe) = lane.probe.take() else { return };
         let most = slice.min(lane.slot_bytes);
         match copies(&self.memory, &probe.pieces, local, slice) {
             Ok((pack, unpack, plain)) if !probe.pieces.is_empty() && probe.bytes > 0 => {
@@ -397,8 +425,10 @@ impl Driver {
                     pack_byte_ns: byte_ns,
                     unpack_row_ns: row(unpack, byte_ns),
                     unpack_byte_ns: byte_ns,
-                    trip_ns: ns(probe.trip),
+                    // Not the best: what wakes a thread, or keeps it from running, is part of it.
+                    trip_ns: ns(median(&mut probe.words)),
                 };
+                eprintln!("COST {cost:?} flush {:?}", probe.trip);
                 tracing::debug!(?cost, "measured");
                 lane.cost = Some(cost);
             }

@@ -48,7 +48,7 @@ pub struct Cost {
     pub unpack_row_ns: f64,
     /// A byte that is unpacked.
     pub unpack_byte_ns: f64,
-    /// A write of a few bytes and its flush, there and back.
+    /// A control message, there and back.
     pub trip_ns: f64,
 }
 
@@ -61,11 +61,12 @@ impl Cost {
     /// As one write a run.
     #[must_use]
     pub fn direct_ns(&self, load: Load) -> f64 {
-        self.trip_ns + float(load.runs) * self.put_ns + float(load.bytes) * self.put_byte_ns
+        float(load.runs) * self.put_ns + float(load.bytes) * self.put_byte_ns
     }
 
     /// Packed into slices of at most so many bytes. The two sides work at the same time, but for the first slice, which
-    /// is packed before there is anything to unpack, and the last; and slots are asked for first.
+    /// is packed before there is anything to unpack, and the last. Slots are asked for first, and each side waits for a word of
+    /// the other's first or last slice.
     #[must_use]
     pub fn packed_ns(&self, load: Load, slice_bytes: u64) -> f64 {
         let (runs, bytes) = (float(load.runs), float(load.bytes));
