@@ -236,7 +236,12 @@ fn main() -> ExitCode {
                     let Some(job) = queue.lock().ok().and_then(|mut q| q.next()) else { break };
                     let progress = |r: &Report| {
                         if !args.json {
-                            eprintln!("  {}: {} M states, {:.0} s", job.name(), r.states / 1_000_000, r.took.as_secs_f64());
+                            eprintln!(
+                                "  {}: {} M states, {:.0} s",
+                                job.name(),
+                                r.states / 1_000_000,
+                                r.took.as_secs_f64()
+                            );
                         }
                     };
                     match explore_and_tell(&job.setup, args.limit, progress) {

@@ -203,10 +203,12 @@ pub fn explore_and_tell(
     report.took = began.elapsed();
     report.complete = path.is_empty() && wrong.is_none();
     report.found = wrong.map(|violation| {
-        let steps =
-            path.iter().filter_map(|l| Some(l.steps.get(l.next.checked_sub(1)?)?.0.clone()))
+        let steps = path
+            .iter()
+            .filter_map(|l| Some(l.steps.get(l.next.checked_sub(1)?)?.0.clone()))
             // An oath takes nothing away from what the others can do: the path is one without it, too.
-            .filter(|s| !matches!(s, Step::Doom(_))).collect();
+            .filter(|s| !matches!(s, Step::Doom(_)))
+            .collect();
         Counterexample { setup: setup.clone(), steps, violation }
     });
     Ok(report)

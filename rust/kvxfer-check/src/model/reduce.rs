@@ -73,7 +73,8 @@ impl World {
     fn leftovers(&self, at: usize, all: &[Step]) -> Option<Walked> {
         let (me, p) = (self.me(at), &self.procs[at]);
         let dead = |who: Incarnation| self.alive(who).is_none();
-        let delivery = |id: &kvxfer_proto::node::DeliveryId| p.running.get(id).is_some_and(|r| dead(r.key.incarnation));
+        let delivery =
+            |id: &kvxfer_proto::node::DeliveryId| p.running.get(id).is_some_and(|r| dead(r.key.incarnation));
         let gone = |room: Room| self.is_gone(index(room));
         let mine = |s: &&Step| match s {
             Step::Push(who, r) | Step::Cancel(who, r) => *who == at && self.is_gone(*r),
@@ -122,9 +123,7 @@ impl World {
     /// Whether nothing that others do decides what this source can do.
     fn is_calm(&self, at: usize) -> bool {
         let (me, p) = (self.me(at), &self.procs[at]);
-        if !p.fencing.is_empty()
-            || self.is_doomed(at)
-            || self.writes.iter().any(|w| w.from == me && !w.loose)
+        if !p.fencing.is_empty() || self.is_doomed(at) || self.writes.iter().any(|w| w.from == me && !w.loose)
         {
             return false;
         }
