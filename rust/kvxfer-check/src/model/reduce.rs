@@ -40,7 +40,7 @@
 //! rules are broken in the broken variants.
 
 use super::steps::Step;
-use super::world::{D, EndState, Family, FaultKind, World, index};
+use super::world::{D, EndState, Family, FaultKind, Reduction, World, index};
 use kvxfer_proto::node::{Direction, PeerKey, Wait};
 use kvxfer_proto::{Incarnation, Room};
 
@@ -51,7 +51,7 @@ impl World {
     /// The steps to walk from here.
     pub(crate) fn steps_to_walk(&self) -> Walked {
         let all = self.steps();
-        if self.setup.reduced {
+        if self.setup.reduced == Reduction::Orders {
             let sources = || self.setup.addresses().filter(|at| *at != D && !self.procs[*at].stopped);
             let found = sources()
                 .find_map(|at| self.leftovers(at, &all))
