@@ -190,7 +190,7 @@ pub fn explore_and_tell(
         on_path.insert(print);
         path.push(Level::new(next, print));
         report.deepest = report.deepest.max(path.len() - 1);
-        if report.states % 1_000_000 == 0 {
+        if report.states.is_multiple_of(1_000_000) {
             report.took = began.elapsed();
             tell(&report);
         }

@@ -80,10 +80,11 @@ impl World {
             Step::Push(who, r) | Step::Cancel(who, r) => *who == at && self.is_gone(*r),
             Step::Read(who, c) | Step::EndOfFile(who, c) => *who == at && dead(c.0[0]),
             Step::Post(who, id) | Step::Complete(who, id) => *who == at && delivery(id),
-            Step::FenceDone(who, key) | Step::Broken(who, key) => *who == at && dead(key.incarnation),
+            Step::FenceDone(who, key) | Step::Broken(who, key) | Step::RunOut(who, Wait::Peer(key)) => {
+                *who == at && dead(key.incarnation)
+            }
             Step::DeathSeen(who, of) | Step::Settled(who, of) => *who == at && dead(*of),
             Step::Land(w) => w.0.from == me && dead(w.0.to),
-            Step::RunOut(who, Wait::Peer(key)) => *who == at && dead(key.incarnation),
             Step::RunOut(who, Wait::Outbound(room)) => *who == at && gone(*room),
             _ => false,
         };
