@@ -493,7 +493,14 @@ fn message(input: &mut Input<'_>) -> Option<Msg> {
         }),
         14 => {
             let bytes = [8, 0, u64::MAX][usize::from(choice >> 4) % 3];
-            Msg::Packed(Packed { room, seq, push, slot: u32::from(choice >> 5), bytes, slice: u64::from(input.byte() % 3) })
+            Msg::Packed(Packed {
+                room,
+                seq,
+                push,
+                slot: u32::from(choice >> 5),
+                bytes,
+                slice: u64::from(input.byte() % 3),
+            })
         }
         13 => Msg::Ack(u64::from(choice >> 4)),
         _ => Msg::Bye(reason()),

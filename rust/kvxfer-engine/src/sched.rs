@@ -13,9 +13,18 @@ use std::collections::{HashMap, VecDeque};
 enum Work {
     Move(Cursor),
     /// Moves through slots that the peer lends, a slice of at most so many bytes each.
-    Pack { cursor: Box<Cursor>, slice_bytes: u64, slots: VecDeque<u32>, cut: u64 },
+    Pack {
+        cursor: Box<Cursor>,
+        slice_bytes: u64,
+        slots: VecDeque<u32>,
+        cut: u64,
+    },
     /// Takes such slices apart again, as they land: slots of ours, and bytes in each.
-    Unpack { cursor: Box<Cursor>, slice_bytes: u64, landed: VecDeque<(u32, u64)> },
+    Unpack {
+        cursor: Box<Cursor>,
+        slice_bytes: u64,
+        landed: VecDeque<(u32, u64)>,
+    },
     Sum(Box<Digest>),
 }
 

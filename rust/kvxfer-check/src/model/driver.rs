@@ -42,10 +42,13 @@ impl World {
         while let Some(action) = self.proc(at).node.poll_action() {
             match action {
                 Action::Event(event) => self.event(at, &event),
-                // No room here asks for a checksum.
-                Action::Stage(..) | Action::TellRefused { .. } | Action::Sum(_) => {}
-                // Nor has any a ring: that is walked in `staging`.
-                Action::Lent { .. } | Action::Unpack(_) | Action::Landed { .. } => {}
+                // No room here asks for a checksum, and no node has a ring: that is walked in `staging`.
+                Action::Stage(..)
+                | Action::TellRefused { .. }
+                | Action::Sum(_)
+                | Action::Lent { .. }
+                | Action::Unpack(_)
+                | Action::Landed { .. } => {}
                 Action::Resolve(_) => self.proc(at).resolving = true,
                 Action::Connect(key) => self.want_dial(at, key),
                 Action::Send { peer, session, number, msg } => {

@@ -172,11 +172,14 @@ impl World<'_> {
                     }
                 }
                 Action::Event(event) => self.on_event(i, &event),
-                Action::Stage(..) | Action::TellRefused { .. } => {}
+                // No agent here has a ring.
+                Action::Stage(..)
+                | Action::TellRefused { .. }
+                | Action::Lent { .. }
+                | Action::Unpack(_)
+                | Action::Landed { .. } => {}
                 Action::Deliver(delivery) => self.deliver(i, delivery),
                 Action::Sum(sum) => self.begin_sum(i, sum),
-                // No agent here has a ring.
-                Action::Lent { .. } | Action::Unpack(_) | Action::Landed { .. } => {}
                 Action::Abort(id) if self.agents[i].stop_sum(id) => {
                     let now = self.time();
                     self.agents[i].node.handle_delivery(now, id, DeliveryEnd::Aborted);

@@ -255,7 +255,8 @@ impl Driver {
 
     fn need_buffers(&mut self) -> Result<(), FabricError> {
         if self.staging.buffers.is_none() {
-            let (fabric, span) = self.carriers.add_memory(self.staging.slice_bytes * (BUFFERS + SCRATCH) as u64)?;
+            let (fabric, span) =
+                self.carriers.add_memory(self.staging.slice_bytes * (BUFFERS + SCRATCH) as u64)?;
             let local = self.memory.add(&span)?;
             self.staging.buffers = Some(Buffers { local, fabric, users: vec![None; BUFFERS] });
         }
@@ -321,7 +322,9 @@ impl Driver {
         let Some(buffers) = self.staging.buffers.as_ref().map(|b| b.fabric) else { return false };
         let slice = self.staging.slice_bytes;
         let scratch = slice * BUFFERS as u64;
-        let Some(endpoint) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) else { return false };
+        let Some(endpoint) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) else {
+            return false;
+        };
         let Endpoint { which, ep, lane: Some(lane), .. } = endpoint else { return false };
         let (which, ep): (Which, EpId) = (*which, *ep);
         let Some(probe) = &mut lane.probe else { return false };
@@ -392,7 +395,9 @@ impl Driver {
             return;
         }
         let endpoint = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut());
-        let Some(probe) = endpoint.and_then(|e| e.lane.as_mut()).and_then(|l| l.probe.as_mut()) else { return };
+        let Some(probe) = endpoint.and_then(|e| e.lane.as_mut()).and_then(|l| l.probe.as_mut()) else {
+            return;
+        };
         let took = probe.started.elapsed();
         match probe.step / PROBE_ROUNDS {
             0 => probe.trip = probe.trip.min(took),
@@ -428,7 +433,6 @@ impl Driver {
                     // Not the best: what wakes a thread, or keeps it from running, is part of it.
                     trip_ns: ns(median(&mut probe.words)),
                 };
-                eprintln!("COST {cost:?} flush {:?}", probe.trip);
                 tracing::debug!(?cost, "measured");
                 lane.cost = Some(cost);
             }
@@ -551,11 +555,10 @@ impl Driver {
         let total: u64 = pieces.iter().map(|p| p.len).sum();
         let ring = self.staging.ring.as_ref().map(|r| r.local);
         let done = match ring {
-            Some(local) if total == bytes => {
-                self.memory.unpack(pieces, local, from..from + bytes).map_err(|e| {
-                    Reason::new(ReasonKind::FabricError, format!("room {}: {e}", slice.room))
-                })
-            }
+            Some(local) if total == bytes => self
+                .memory
+                .unpack(pieces, local, from..from + bytes)
+                .map_err(|e| Reason::new(ReasonKind::FabricError, format!("room {}: {e}", slice.room))),
             _ => Err(Reason::new(
                 ReasonKind::ProtocolError,
                 format!("room {}: slot {slot} has {bytes} bytes of a slice of {total}", slice.room),
@@ -596,7 +599,13 @@ fn copies(
     };
     let apart: Vec<Piece> = pieces.iter().map(place).collect();
     let unpack = best(|| memory.unpack(&apart, local, scratch.clone()))?;
-    let whole = Piece { src_region: local, src_off: scratch.end, dst_region: local, dst_off: scratch.end, len: slice };
+    let whole = Piece {
+        src_region: local,
+        src_off: scratch.end,
+        dst_region: local,
+        dst_off: scratch.end,
+        len: slice,
+    };
     let plain = best(|| memory.pack(&[whole], local, scratch.clone()))?;
     Ok((pack, unpack, plain))
 }

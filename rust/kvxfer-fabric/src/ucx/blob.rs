@@ -160,7 +160,9 @@ impl MemDesc {
         let (base, len) = (r.u64("memory base")?, r.u64("memory length")?);
         let key = r.bytes("key", MAX_KEY)?;
         if base.checked_add(len).is_none() || len == 0 || key.is_empty() || !r.rest.is_empty() {
-            return Err(bad(format!("memory of {len} bytes at {base:#x}: impossible, or without a key, or too long")));
+            return Err(bad(format!(
+                "memory of {len} bytes at {base:#x}: impossible, or without a key, or too long"
+            )));
         }
         Ok(Self { base, len, key })
     }

@@ -137,9 +137,10 @@ impl Cursor {
         let of = |w: &Work| {
             let lanes = self.template.strands.get(w.strand).map_or(0, |s| u64::from(s.lanes));
             let in_lane = w.segments.list.iter().map(|segment| {
-                w.segments.shapes.get(segment.shape).map_or(1, |shape| {
-                    shape.iter().fold(1_u64, |n, dim| n.saturating_mul(dim.count))
-                })
+                w.segments
+                    .shapes
+                    .get(segment.shape)
+                    .map_or(1, |shape| shape.iter().fold(1_u64, |n, dim| n.saturating_mul(dim.count)))
             });
             let in_lane = in_lane.fold(0_u64, u64::saturating_add);
             in_lane.saturating_mul(lanes).saturating_mul(w.layers.len() as u64)

@@ -16,13 +16,13 @@ mod sums;
 pub use sums::Flip;
 
 use data::{Running, Write};
-use packed::Slice;
 use kvxfer_proto::msg::{Frame, Msg};
 use kvxfer_proto::node::{
     Action, Config, DeliveryId, Direction, Event, EventKind, Mover, Node, PeerKey, Push, RankInfo, SessionUp,
     Source,
 };
 use kvxfer_proto::{Incarnation, Room, SessionNo, Side, Time};
+use packed::Slice;
 use std::collections::{BTreeMap, BTreeSet};
 use sums::Sums;
 

@@ -408,8 +408,12 @@ fn any_numbered() -> impl Strategy<Value = Msg> {
         any_done(),
         (room(), error()).prop_map(|((room, seq), error)| Msg::Finished(Finished { room, seq, error })),
         (any_room(), any_reason()).prop_map(|(room, reason)| Msg::RoomFailed(RoomFailed { room, reason })),
-        (push(), any::<(u32, u32)>())
-            .prop_map(|((room, seq, push), slots)| Msg::Credit(Credit { room, seq, slots, push })),
+        (push(), any::<(u32, u32)>()).prop_map(|((room, seq, push), slots)| Msg::Credit(Credit {
+            room,
+            seq,
+            slots,
+            push
+        })),
         (push(), any_owed(), any::<(u64, Option<u64>, u64, u64, u32)>(), any_pages()).prop_map(
             |((room, seq, push), span, (pages_start, pages_end, bytes, slice_bytes, slots), pages)| {
                 Msg::Pack(Pack {

@@ -116,7 +116,12 @@ impl Node {
     }
 
     /// A slot is ours again, filled or not.
-    pub(in crate::node) fn packed_arrived(&mut self, now: Time, key: PeerKey, m: &Packed) -> Result<(), Reason> {
+    pub(in crate::node) fn packed_arrived(
+        &mut self,
+        now: Time,
+        key: PeerKey,
+        m: &Packed,
+    ) -> Result<(), Reason> {
         let room = m.room;
         let Some((_, failed)) = self.live_grant(room, key, m.seq)? else { return Ok(()) };
         let lease = Lease { peer: key, room, seq: m.seq };

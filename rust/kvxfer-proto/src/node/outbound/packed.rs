@@ -12,11 +12,18 @@ use crate::node::{Action, DeliveryFor, Node, PeerKey};
 impl Node {
     /// The driver will carry out a delivery packed, in so many slices: the destination is told, and asked for slots.
     /// False if it cannot be; then it goes as any other.
-    pub fn handle_pack(&mut self, now: Time, id: DeliveryId, bytes: u64, slice_bytes: u64, slots: u32) -> bool {
+    pub fn handle_pack(
+        &mut self,
+        now: Time,
+        id: DeliveryId,
+        bytes: u64,
+        slice_bytes: u64,
+        slots: u32,
+    ) -> bool {
         let Some(DeliveryFor::Outbound(room, key, push)) = self.deliveries.get(&id).copied() else {
             return false;
         };
-        if !self.peers.get(&key).is_some_and(|p| p.credits.is_some()) || self.packing.contains_key(&id) {
+        if self.peers.get(&key).is_none_or(|p| p.credits.is_none()) || self.packing.contains_key(&id) {
             return false;
         }
         let all_layers = self.own_layers();
@@ -27,7 +34,8 @@ impl Node {
         }
         let pushed = Owed { layers: p.order.layers.unwrap_or(all_layers), tokens: p.order.tokens };
         let Some(span) = dest.owed.as_ref().and_then(|o| intersect(o, &pushed)) else { return false };
-        let (pages, pages_end) = super::offered_pages(&self.side.groups, &p.order.pages, p.order.tokens, &span);
+        let (pages, pages_end) =
+            super::offered_pages(&self.side.groups, &p.order.pages, p.order.tokens, &span);
         let pages_start = p.order.tokens.0;
         // It reads our bytes out of its slots: what replaces this push, if it is taken back, waits for its word.
         dest.unread.insert(push);
@@ -39,7 +47,12 @@ impl Node {
     }
 
     /// The destination lends slots.
-    pub(in crate::node) fn credit_arrived(&mut self, now: Time, key: PeerKey, m: &Credit) -> Result<(), Reason> {
+    pub(in crate::node) fn credit_arrived(
+        &mut self,
+        now: Time,
+        key: PeerKey,
+        m: &Credit,
+    ) -> Result<(), Reason> {
         let room = m.room;
         let broken = |e: &dyn std::fmt::Display| Reason::new(ReasonKind::ProtocolError, e.to_string());
         let Some(r) = self.outbound.get_mut(&room).filter(|r| r.failure.is_none()) else {
@@ -79,7 +92,11 @@ impl Node {
             }
         }
         for slot in spare {
-            self.queue(now, key, Msg::Packed(Packed { room, seq: m.seq, push: m.push, slot, bytes: 0, slice: 0 }));
+            self.queue(
+                now,
+                key,
+                Msg::Packed(Packed { room, seq: m.seq, push: m.push, slot, bytes: 0, slice: 0 }),
+            );
         }
         Ok(())
     }
