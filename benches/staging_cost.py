@@ -1,11 +1,12 @@
-"""Small runs over UCX, packed through staging slots and as single writes: one decode rank of TP4 and its two of TP8.
+"""Small runs over UCX, packed through staging slots and as single writes: a decode rank and its two sources.
 
     python benches/staging_cost.py [--rounds 7] [--tokens 2000] [--layers 16] [--tls tcp,self]
 
-Times each way in turn, in one run, from the first `push` to `Success`, with pages of which no two are neighbours:
-NHD as single writes (`never`), packed (`always`), as the sender chooses (`auto`), and HND as single writes beside them.
-Prints one JSON object, by UCX's transports: the median and the least time in milliseconds, GB/s at the median, what was
-chosen, and how many times the better way's time that takes, both as it was forced and as `auto` took it.
+Times each way in turn, in one run, from the first `push` to `Success`, with pages of which no two are
+neighbours: NHD as single writes (`never`), packed (`always`), as the sender chooses (`auto`), and HND as single
+writes beside them. Prints one JSON object, by UCX's transports: the median and the least time in milliseconds,
+GB/s at the median, what was chosen, and how many times the better way's time that takes, both as it was forced
+and as `auto` took it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ import kvxfer as kx
 
 # Of Qwen3-32B the two heads that a rank of TP4 holds: 256 bytes a token of each head.
 LAYOUT = {"kv_heads": 2, "head_dim": 128, "page_tokens": 16, "dtype": "bfloat16"}
-WAYS = {"single": ("NHD", "never"), "packed": ("NHD", "always"), "auto": ("NHD", "auto"), "hnd": ("HND", "never")}
+WAYS = {
+    "single": ("NHD", "never"),
+    "packed": ("NHD", "always"),
+    "auto": ("NHD", "auto"),
+    "hnd": ("HND", "never"),
+}
 
 
 class Way:
@@ -40,7 +46,7 @@ class Way:
         options: dict[str, Any] = {"fabric": "ucx", "ucx_tls": tls, "staging": staging}
         self.sources: list[Rank] = []
         for rank in range(2):
-            near = {"directory": self.sources[0].address} if rank else {}
+            near: dict[str, Any] = {"directory": self.sources[0].address} if rank else {}
             child = Rank(
                 layout,
                 {"tp_rank": rank, "tp_size": 2},
@@ -115,7 +121,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tls", action="append", help="UCX's transports; again for more")
     args = parser.parse_args()
-    print(json.dumps({tls: measure(args, tls) for tls in args.tls or ("posix,self,tcp", "tcp,self")}, indent=2))
+    print(
+        json.dumps({tls: measure(args, tls) for tls in args.tls or ("posix,self,tcp", "tcp,self")}, indent=2)
+    )
 
 
 if __name__ == "__main__":

@@ -58,11 +58,12 @@ class Agent(_kvxfer.Agent):
     * `cpu` pins the transfer thread to a core; it spins `spin_us` microseconds before it sleeps;
       `queue_capacity` orders may wait for it; `slice_bytes` is how much it moves for one room before the next
       one has its turn.
-    * `staging` says whether pushes that fall into many small runs go over UCX packed, one write a slice, through
-      slots of the receiver: `"auto"` where that is faster by what was measured when the peers connected,
-      `"always"` wherever the receiver lends slots, `"never"`. The receiver lends from a ring of `staging_slots` slots
-      of `staging_slot_bytes` bytes, whose memory is allocated when the first peer with such small runs connects
-      (any peer with `"always"`, none with `"never"`). To force it, say so on both sides.
+    * `staging` says whether pushes that fall into many small runs go over UCX packed, one write a slice,
+      through slots of the receiver: `"auto"` where that is faster by what was measured when the peers
+      connected, `"always"` wherever the receiver lends slots, `"never"`. The receiver lends from a ring of
+      `staging_slots` slots of `staging_slot_bytes` bytes, whose memory is allocated when the first peer with
+      such small runs connects (any peer with `"always"`, none with `"never"`). To force it, say so on both
+      sides.
     * `heartbeat`, `suspect_after` and `fence_after` are seconds (1, 5 and 10): how often peers hear from each
       other, when a silent connection is made anew, and when a peer that cannot be reached is fenced.
       `quarantine_limit` is how many pages may wait for silent peers before the agent takes no new rooms.

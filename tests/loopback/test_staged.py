@@ -1,4 +1,4 @@
-"""Pushes of small runs over UCX: the same bytes packed or not, whoever chooses, and with a ring of few slots."""
+"""Pushes of small runs over UCX: the same bytes packed or not, whoever chooses, with few slots too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pair:
         options: dict[str, Any] = {"alloc": "ucx", "fabric": "ucx", "ucx_tls": tls, "pages": PAGES}
         self.prefill: list[Rank] = []
         for rank in range(2):
-            near = {"directory": self.prefill[0].address} if rank else {}
+            near: dict[str, Any] = {"directory": self.prefill[0].address} if rank else {}
             child = Rank(
                 form,
                 {"tp_rank": rank, "tp_size": 2},

@@ -53,9 +53,7 @@ class Way:
 SHM = Way("shm", "shm", None, fences=True, death_s=10)
 TCP = Way("ucx-tcp", "ucx", "tcp,self", fences=False, death_s=20)
 TCP_PACKED = Way("ucx-tcp-packed", "ucx", "tcp,self", fences=False, death_s=20, staging="always")
-POSIX_PACKED = Way(
-    "ucx-posix-packed", "ucx", "posix,self,tcp", fences=False, death_s=20, staging="always"
-)
+POSIX_PACKED = Way("ucx-posix-packed", "ucx", "posix,self,tcp", fences=False, death_s=20, staging="always")
 POSIX = Way("ucx-posix", "ucx", "posix,self,tcp", fences=False, death_s=20)
 
 

@@ -95,6 +95,8 @@ struct Probe {
     pieces: Vec<Piece>,
     /// Bytes of all pieces.
     bytes: u64,
+    /// What packing them took when they were first read: later they are in a cache, as pages of a push are not.
+    first: Duration,
     step: u32,
     started: Instant,
     trip: Duration,
@@ -300,10 +302,17 @@ impl Driver {
             cursor.fill(&mut pieces, self.staging.slice_bytes.min(slot_bytes) / 2, PROBE_PIECES);
         }
         let bytes = pieces.iter().map(|p| p.len).sum();
+        let began = Instant::now();
+        if let Some(local) = self.staging.buffers.as_ref().map(|b| b.local) {
+            let scratch = self.staging.slice_bytes * BUFFERS as u64;
+            self.memory.pack(&pieces, local, scratch..scratch + self.staging.slice_bytes)?;
+        }
+        let first = began.elapsed();
         let probe = Probe {
             info: info.to_owned(),
             pieces,
             bytes,
+            first,
             step: 0,
             started: Instant::now(),
             trip: Duration::MAX,
@@ -423,12 +432,14 @@ impl Driver {
                 let put_byte_ns = ns(probe.large.saturating_sub(probe.trip)) / float(most * PROBE_LARGE);
                 let byte_ns = ns(plain) / float(slice);
                 let row = |took: Duration, byte_ns: f64| ((ns(took) - bytes * byte_ns) / runs).max(0.0);
+                // Of memory that is in no cache, at either end: a single write has to wait for both.
+                let cold = ns(probe.first.saturating_sub(pack)) / runs;
                 let cost = Cost {
-                    put_ns: row(probe.small.saturating_sub(probe.trip), put_byte_ns),
+                    put_ns: row(probe.small.saturating_sub(probe.trip), put_byte_ns) + 2.0 * cold,
                     put_byte_ns,
-                    pack_row_ns: row(pack, byte_ns),
+                    pack_row_ns: row(pack, byte_ns) + cold,
                     pack_byte_ns: byte_ns,
-                    unpack_row_ns: row(unpack, byte_ns),
+                    unpack_row_ns: row(unpack, byte_ns) + cold,
                     unpack_byte_ns: byte_ns,
                     // Not the best: what wakes a thread, or keeps it from running, is part of it.
                     trip_ns: ns(median(&mut probe.words)),
@@ -447,14 +458,17 @@ impl Driver {
         if key.direction != Direction::TheyGrant || cursor.total_bytes() == 0 {
             return None;
         }
-        let endpoint = self.peers.get(&key).and_then(|io| io.endpoint.as_ref())?;
-        let lane = endpoint.lane.as_ref()?;
+        let io = self.peers.get(&key)?;
+        let lane = io.endpoint.as_ref()?.lane.as_ref()?;
         let slice_bytes = self.staging.slice_bytes.min(lane.slot_bytes);
         let load = Load::of(cursor);
+        let (own, theirs) = (self.node.side().shard, io.describe.as_ref()?.shard);
+        let ratio = |ours: u32, theirs: u32| ours.div_ceil(theirs.max(1)).max(1);
+        let sources = ratio(own.tp_size, theirs.tp_size).saturating_mul(ratio(own.pp_size, theirs.pp_size));
         let wanted = match self.staging.config.mode {
             StagingMode::Never => false,
             StagingMode::Always => true,
-            StagingMode::Auto => lane.cost.is_some_and(|c| c.prefers_packed(load, slice_bytes)),
+            StagingMode::Auto => lane.cost.is_some_and(|c| c.prefers_packed(load, slice_bytes, sources)),
         };
         let slices = u32::try_from(load.bytes.div_ceil(slice_bytes)).unwrap_or(u32::MAX);
         let goes = wanted && self.node.handle_pack(now, id, load.bytes, slice_bytes, slices);

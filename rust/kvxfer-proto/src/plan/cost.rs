@@ -64,23 +64,23 @@ impl Cost {
         float(load.runs) * self.put_ns + float(load.bytes) * self.put_byte_ns
     }
 
-    /// Packed into slices of at most so many bytes. The two sides work at the same time, but for the first slice, which
-    /// is packed before there is anything to unpack, and the last. Slots are asked for first, and each side waits for a word of
-    /// the other's first or last slice.
+    /// Packed, where so many sources write to the destination at once, which unpacks for all of them. Nothing is taken off for
+    /// the two sides working at the same time: on one host they share its cores and memory, and between hosts the wire
+    /// takes far longer than either. Slots are asked for first, and the last slice is waited for.
     #[must_use]
-    pub fn packed_ns(&self, load: Load, slice_bytes: u64) -> f64 {
+    pub fn packed_ns(&self, load: Load, slice_bytes: u64, sources: u32) -> f64 {
         let (runs, bytes) = (float(load.runs), float(load.bytes));
         let slices = float(load.bytes.div_ceil(slice_bytes.max(1)).max(1));
-        let sender =
+        let send =
             runs * self.pack_row_ns + bytes * (self.pack_byte_ns + self.put_byte_ns) + slices * self.put_ns;
-        let receiver = runs * self.unpack_row_ns + bytes * self.unpack_byte_ns;
-        2.0 * self.trip_ns + sender.max(receiver) + sender.min(receiver) / slices
+        let unpack = runs * self.unpack_row_ns + bytes * self.unpack_byte_ns;
+        2.0 * self.trip_ns + send + unpack * f64::from(sources.max(1))
     }
 
     /// Whether packing is worth it.
     #[must_use]
-    pub fn prefers_packed(&self, load: Load, slice_bytes: u64) -> bool {
-        self.packed_ns(load, slice_bytes) < self.direct_ns(load)
+    pub fn prefers_packed(&self, load: Load, slice_bytes: u64, sources: u32) -> bool {
+        self.packed_ns(load, slice_bytes, sources) < self.direct_ns(load)
     }
 }
 
@@ -169,10 +169,10 @@ mod tests {
         let small = Load { bytes: 64 << 20, runs: (64 << 20) / 256 };
         let large = Load { bytes: 64 << 20, runs: 64 };
         let few = Load { bytes: 512, runs: 2 };
-        assert!(dear.prefers_packed(small, 256 << 10));
-        assert!(!dear.prefers_packed(large, 256 << 10));
-        assert!(!dear.prefers_packed(few, 256 << 10), "asking for slots takes longer than two writes");
-        assert!(!cheap.prefers_packed(large, 256 << 10));
+        assert!(dear.prefers_packed(small, 256 << 10, 2));
+        assert!(!dear.prefers_packed(large, 256 << 10, 2));
+        assert!(!dear.prefers_packed(few, 256 << 10, 2), "asking for slots takes longer than two writes");
+        assert!(!cheap.prefers_packed(large, 256 << 10, 2));
         assert!(cheap.direct_ns(small) < dear.direct_ns(small));
     }
 }
