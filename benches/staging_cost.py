@@ -3,10 +3,10 @@
     python benches/staging_cost.py [--rounds 7] [--tokens 2000] [--layers 16] [--tls tcp,self]
 
 Times each way in turn, in one run, from the first `push` to `Success`, with pages of which no two are
-neighbours: NHD as single writes (`never`), packed (`always`), as the sender chooses (`auto`), and HND as single
-writes beside them. Prints one JSON object, by UCX's transports: the median and the least time in milliseconds,
-GB/s at the median, what was chosen, and how many times the better way's time that takes, both as it was forced
-and as `auto` took it.
+neighbours: NHD as single writes (`never`), packed (`always`), as the sender chooses (`auto`), and HND as
+single writes beside them. Prints one JSON object, by UCX's transports: the median and the least time in
+milliseconds, GB/s at the median, what was chosen, and how many times the better way's time that takes, both
+as it was forced and as `auto` took it.
 """
 
 from __future__ import annotations
