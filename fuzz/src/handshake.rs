@@ -79,6 +79,7 @@ fn describe(role: Role) -> Describe {
         dtype: DType::Uint8,
         order: Order::Nhd,
         kind: Kind::Latent,
+        ..PageLayout::PLAIN
     };
     let shard = Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 };
     let side = Side { groups: vec![layout], shard };

@@ -37,6 +37,7 @@ fn side() -> Side {
         dtype: DType::Uint8,
         order: Order::Nhd,
         kind: Kind::Kv,
+        ..PageLayout::PLAIN
     };
     Side { groups: vec![layout], shard: Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 } }
 }
@@ -329,6 +330,7 @@ fn deliver_by_copy(world: &mut World, source: PeerKey, n: u64, seq: Seq, done: D
         span: Owed { layers: (0, 2), tokens: (0, 4) },
         pages_start: 0,
         pages: vec![Arc::from([0])],
+        pages_end: None,
     };
     world.say(source, None, Msg::Ready(ready));
     let Some(id) = world.deliveries.iter().find(|(_, d)| d.room == room(n)).map(|(id, _)| *id) else {
@@ -424,9 +426,15 @@ fn message(input: &mut Input<'_>) -> Option<Msg> {
         }),
         2 => Msg::Cancel(Cancel { room, upto: seq, reason: reason() }),
         3 => Msg::Drained(Drained { room, seq, reason: reason() }),
-        4 | 5 => {
-            Msg::Ready(Ready { room, seq, push, span, pages_start: u64::from(choice >> 4), pages: pages() })
-        }
+        4 | 5 => Msg::Ready(Ready {
+            room,
+            seq,
+            push,
+            span,
+            pages_start: u64::from(choice >> 4),
+            pages: pages(),
+            pages_end: None,
+        }),
         6 => Msg::Retract(Retract { room, seq, push }),
         7 => Msg::Copied(Copied { room, seq, push, error: (choice & 16 == 0).then(reason) }),
         8 | 9 => Msg::Done(Done {

@@ -27,6 +27,7 @@ from kvxfer._kvxfer import (
     new_room,
     plan_transfer,
 )
+from kvxfer._layout import StateBlock
 from kvxfer._memory import Pool, alloc
 from kvxfer._security import Limits, Tls
 from kvxfer.errors import (
@@ -88,6 +89,7 @@ __all__ = [
     "RoomStats",
     "Shard",
     "StaleGrant",
+    "StateBlock",
     "Tls",
     "TokensMismatch",
     "TransferTimeout",

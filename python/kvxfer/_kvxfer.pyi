@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeAlias, final
 import numpy as np
 from typing_extensions import Self, disjoint_base
 
+from kvxfer._layout import StateBlock
+
 __all__ = [
     "Agent",
     "Allocation",
@@ -24,6 +26,7 @@ __all__ = [
     "_UcxProbeWriter",
     "__version__",
     "_after_fork_in_child",
+    "_bench_plan",
     "_doctor_gpus",
     "_doctor_host",
     "_doctor_ucx",
@@ -52,6 +55,7 @@ def plan_transfer(
     start: int = 0,
     src_start: int = 0,
     dst_start: int | None = None,
+    end: int | None = None,
     layers: _Layers | None = None,
     src_page_count: _Counts | None = None,
     dst_page_count: _Counts | None = None,
@@ -75,6 +79,16 @@ def simulate(
     """Engines against each other under virtual time: `seed` decides all faults, and every byte is checked."""
 
 def _after_fork_in_child() -> None: ...
+def _bench_plan(
+    src: tuple[_Layouts, Shard],
+    dst: tuple[_Layouts, Shard],
+    *,
+    src_pages: _Ids,
+    dst_pages: _Ids,
+    tokens: int,
+    repeats: int,
+) -> dict[str, Any]:
+    """Times the planning of one push, as the transfer thread does it."""
 
 @final
 class PageLayout:
@@ -84,12 +98,23 @@ class PageLayout:
         cls,
         *,
         layers: int,
-        head_dim: int,
+        head_dim: int | None = None,
         kv_heads: int | None = None,
-        page_tokens: int = 16,
+        page_tokens: int | None = 16,
         dtype: object = "bfloat16",
         order: str = "HND",
         kind: str = "kv",
+        page_stride_bytes: int | None = None,
+        cross_layer: bool = False,
+        layer_stride_bytes: int | None = None,
+        pp_layers: Sequence[int] | None = None,
+        window_tokens: int | None = None,
+        scale_dim: int | None = None,
+        scale_dtype: object = "float32",
+        scale_stride_bytes: int | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        state: Sequence[tuple[int, int, int, int]] | None = None,
     ) -> Self: ...
     @property
     def layers(self) -> int: ...
@@ -104,7 +129,29 @@ class PageLayout:
     @property
     def order(self) -> Literal["HND", "NHD"]: ...
     @property
-    def kind(self) -> Literal["kv", "fused", "latent"]: ...
+    def kind(self) -> Literal["kv", "fused", "packed", "latent", "state"]: ...
+    @property
+    def page_stride_bytes(self) -> int | None: ...
+    @property
+    def cross_layer(self) -> bool: ...
+    @property
+    def layer_stride_bytes(self) -> int | None: ...
+    @property
+    def pp_layers(self) -> tuple[int, ...] | None: ...
+    @property
+    def window_tokens(self) -> int | None: ...
+    @property
+    def scale_dim(self) -> int | None: ...
+    @property
+    def scale_dtype(self) -> str | None: ...
+    @property
+    def scale_stride_bytes(self) -> int | None: ...
+    @property
+    def k_scale(self) -> float: ...
+    @property
+    def v_scale(self) -> float: ...
+    @property
+    def state(self) -> tuple[StateBlock, ...] | None: ...
     @property
     def item_bytes(self) -> int: ...
     @property
@@ -112,6 +159,7 @@ class PageLayout:
     @property
     def parts(self) -> tuple[str, ...]: ...
     def page_bytes(self, shard: Shard) -> int: ...
+    def page_extents(self, shard: Shard) -> tuple[tuple[int, int], ...]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...

@@ -29,7 +29,13 @@ _NUMPY_TYPES = {
     "float8_e5m2": ("|u1", "float8_e5m2"),
     "int8": ("|i1", None),
     "uint8": ("|u1", None),
+    "float8_e8m0": ("|u1", "float8_e8m0fnu"),
+    # Two a byte: no array type has them packed.
+    "int4": ("|u1", None),
+    "uint4": ("|u1", None),
+    "float4_e2m1": ("|u1", None),
 }
+_FOUR_BITS = ("int4", "uint4", "float4_e2m1")
 
 # DLPack's numbers for memory that the CPU reads: plain, and pinned by CUDA or ROCm.
 _DLPACK_HOST = {1: "cpu", 3: "cuda pinned", 11: "rocm pinned"}
@@ -69,8 +75,14 @@ class Pool:
 
     * `k(layer)` and `v(layer)` of a `"kv"` layout: `[pages, heads, page_tokens, head_dim]` for `order="HND"`,
       `[pages, page_tokens, heads, head_dim]` for `"NHD"`, with the heads of this rank;
-    * `kv(layer)` of a `"fused"` layout: `[pages, 2, ...]`, K first, and then as above;
-    * `latent(layer)` of a `"latent"` layout: `[pages, page_tokens, head_dim]`.
+    * `kv(layer)` of a `"fused"` layout: `[pages, 2, ...]`, K first, and then as above; of a `"packed"` one
+      `[..., 2, head_dim]`;
+    * `latent(layer)` of a `"latent"` layout: `[pages, page_tokens, head_dim]`;
+    * `state(layer, part)` of a `"state"` layout: `[pages, bytes]`;
+    * `tensors[group, layer, "k_scale"]` and so on, with `scale_dim` in place of `head_dim`.
+
+    4-bit elements lie two a byte: the last axis has `head_dim / 2` bytes. Views of layouts with gaps between
+    pages, or with all layers in one page, are not contiguous.
 
     numpy has no bfloat16 and no fp8: the views are `ml_dtypes` arrays if that package is installed, else
     `uint16` and `uint8`. Integer and float32/16 views go to other libraries with `__dlpack__`
@@ -80,7 +92,7 @@ class Pool:
     Layers have the model's numbers within their group: a pipeline rank has a range of them.
     """
 
-    __slots__ = ("_allocation", "_tensors", "layouts", "pages", "shard", "ucx_tls")
+    __slots__ = ("_allocation", "_regions", "_tensors", "layouts", "pages", "shard", "ucx_tls")
 
     layouts: tuple[PageLayout, ...]
     """Layout of each group."""
@@ -107,36 +119,62 @@ class Pool:
             if not 0 < count < 2**32:
                 raise BadArgument(f"group {g} has {count} pages; there must be 1 to {2**32 - 1}")
         self.layouts, self.shard, self.pages = tuple(groups), shard, tuple(counts)
-        places: dict[tuple[int, int, str], int] = {}
+        places: dict[tuple[int, int, str], tuple[int, int]] = {}
         end = 0
         for g, (item, count) in enumerate(zip(groups, counts, strict=True)):
-            nbytes = item.page_bytes(shard) * count
-            for layer in shard.layers(item):
-                for part in item.parts:
-                    places[g, layer, part] = end
-                    end += -(-nbytes // _ALIGN) * _ALIGN
+            extents = item.page_extents(shard)
+            for layer in region_layers(item, shard):
+                for part, (_, stride) in zip(item.parts, extents, strict=True):
+                    places[g, layer, part] = (end, stride * count)
+                    end += -(-stride * count // _ALIGN) * _ALIGN
         if not places:
             raise BadArgument(f"{shard} holds no layer: pp_size is larger than the number of layers")
         if end >= 2**63:
             raise BadArgument(f"a pool of {end} bytes is too large")
         self.ucx_tls = ucx_tls
         self._allocation = Allocation(end, fabric, ucx_tls=ucx_tls, ucx_wheel_dir=ucx_wheel_dir())
-        self._tensors: Mapping[tuple[int, int, str], Array] = MappingProxyType(
-            {key: self._view(key, offset) for key, offset in places.items()}
-        )
+        self._regions: dict[tuple[int, int, str], Array] = {
+            key: np.asarray(self._allocation.span(offset, [nbytes], "|u1"))
+            for key, (offset, nbytes) in places.items()
+        }
+        tensors: dict[tuple[int, int, str], Array] = {}
+        for (g, first, part), region in self._regions.items():
+            layers = shard.layers(groups[g]) if groups[g].cross_layer else range(first, first + 1)
+            for layer in layers:
+                tensors[g, layer, part] = self._view(g, part, region, layer - first, len(layers))
+        self._tensors: Mapping[tuple[int, int, str], Array] = MappingProxyType(tensors)
 
-    def _view(self, key: tuple[int, int, str], offset: int) -> Array:
-        layout, pages = self.layouts[key[0]], self.pages[key[0]]
-        heads = len(self.shard.heads(layout))
-        shape = [pages, heads, layout.page_tokens, layout.head_dim]
-        if layout.order == "NHD":
-            shape[1], shape[2] = shape[2], shape[1]
+    def _view(self, group: int, part: str, region: Array, index: int, layers: int) -> Array:
+        """One of the layers that lie in the pages of a region."""
+        layout, scale = self.layouts[group], part.endswith("_scale")
+        page, stride = layout.page_extents(self.shard)[layout.parts.index(part)]
+        between = (None if scale else layout.layer_stride_bytes) or page // layers
+        heads, tokens = len(self.shard.heads(layout)), layout.page_tokens
+        dtype = layout.scale_dtype if scale and layout.scale_dtype else layout.dtype
+        dim = layout.scale_dim if scale and layout.scale_dim else layout.head_dim
+        shape = [heads, tokens] if layout.order == "HND" else [tokens, heads]
         if layout.kind == "latent":
-            shape = [pages, layout.page_tokens, layout.head_dim]
+            shape = [tokens]
         elif layout.kind == "fused":
-            shape.insert(1, 2)
-        typestr, other = _NUMPY_TYPES[layout.dtype]
-        array: Array = np.asarray(self._allocation.span(offset, shape, typestr))
+            shape.insert(0, 2)
+        elif layout.kind == "packed":
+            shape.append(2)
+        shape.append(dim // 2 if dtype in _FOUR_BITS else dim)
+        if layout.kind == "state":
+            shape = [page - between * (layers - 1)]
+        typestr, other = _NUMPY_TYPES[dtype]
+        item = np.dtype(typestr)
+        if between % item.itemsize or stride % item.itemsize:
+            raise BadArgument(
+                f"group {group}: pages {stride} bytes apart and layers {between} do not hold whole"
+                f" {dtype} elements"
+            )
+        steps = [item.itemsize]
+        for n in reversed(shape[1:]):
+            steps.insert(0, n * steps[0])
+        array: Array = np.ndarray(
+            (self.pages[group], *shape), item, region, between * index, (stride, *steps)
+        )
         if other is not None:
             try:
                 import ml_dtypes
@@ -144,6 +182,10 @@ class Pool:
                 return array
             array = array.view(getattr(ml_dtypes, other))
         return array
+
+    def state(self, layer: int, part: int = 0, group: int = 0) -> Array:
+        """Bytes of one part of a layer of a state."""
+        return self._get(group, layer, f"state{part}" if part else "state")
 
     @property
     def nbytes(self) -> int:
@@ -157,9 +199,7 @@ class Pool:
 
     @property
     def tensors(self) -> Mapping[tuple[int, int, str], Array]:
-        """Every view by `(group, layer, part)`; part is `"k"`, `"v"`, `"kv"` or `"latent"`. In the order of
-        memory.
-        """
+        """Every view by `(group, layer, part)`, the part being one of the layout's `parts`."""
         return self._tensors
 
     def k(self, layer: int, group: int = 0) -> Array:
@@ -250,23 +290,29 @@ def prepare(memory: object, layout: Layouts, shard: Shard, *, read_only: bool) -
                 f"the pool was made for {list(memory.layouts)} and {memory.shard},"
                 f" the agent is for {groups} and {shard}"
             )
-        memory = memory.tensors
+        memory = memory._regions
     regions: list[Region] = []
     names: list[str] = []
     owners: list[object] = [memory]
     pages: list[int] = []
     for g, item in enumerate(groups):
-        page_bytes = item.page_bytes(shard)
+        extents = dict(zip(item.parts, item.page_extents(shard), strict=True))
         first: tuple[str, int] | None = None
         for layer, entry in _entries(memory, g, item, shard, many=not isinstance(layout, PageLayout)):
             for part, tensor in _parts(entry, item, f"group {g} layer {layer}"):
                 name = f"{part} of group {g} layer {layer}"
-                region = _region(tensor, name, owners, read_only=read_only)
-                if region.nbytes == 0 or region.nbytes % page_bytes:
+                page_bytes, stride = extents[part]
+                region = _region(tensor, name, owners, stride, read_only=read_only)
+                # Nothing need follow the last page.
+                count, rest = divmod(region.nbytes, stride)
+                if rest == page_bytes:
+                    count, rest = count + 1, 0
+                if count == 0 or rest:
+                    apart = f", {stride} bytes apart" if stride > page_bytes else ""
                     raise BadArgument(
-                        f"{name} has {region.nbytes} bytes, which is no multiple of a page's {page_bytes}"
+                        f"{name} has {region.nbytes} bytes, which is no multiple of a page's"
+                        f" {page_bytes}{apart}"
                     )
-                count = region.nbytes // page_bytes
                 if count >= 2**32:
                     raise BadArgument(f"{name} has {count} pages; at most {2**32 - 1} are possible")
                 if first is None:
@@ -289,8 +335,8 @@ def prepare(memory: object, layout: Layouts, shard: Shard, *, read_only: bool) -
 def _entries(
     memory: object, group: int, layout: PageLayout, shard: Shard, *, many: bool
 ) -> Iterator[tuple[int, object]]:
-    """The layers of a group with what was given for each."""
-    layers = shard.layers(layout)
+    """The layers of a group that have regions of their own, with what was given for each."""
+    layers = region_layers(layout, shard)
     given: object = memory
     if isinstance(memory, Mapping) and any(isinstance(key, tuple) for key in memory):
         given = _of_group(memory, group, layout)
@@ -303,7 +349,13 @@ def _entries(
             if group >= len(memory):
                 raise BadArgument(f"memory has {len(memory)} groups, but the layout has more")
             given = memory[group]
-    if isinstance(given, Mapping):
+    if layout.cross_layer and layers:
+        if isinstance(given, list) and len(given) == 1:
+            given = given[0]
+        elif isinstance(given, Mapping) and set(given) == set(layers):
+            given = given[layers.start]
+        yield layers.start, given
+    elif isinstance(given, Mapping):
         if set(given) != set(layers):
             raise BadArgument(
                 f"memory of group {group} has layers {sorted(given)},"
@@ -354,31 +406,57 @@ def _parts(entry: object, layout: PageLayout, name: str) -> Iterator[tuple[str, 
         yield from ((part, entry[part]) for part in parts)
     elif len(parts) == 1:
         yield parts[0], entry
-    elif isinstance(entry, (list, tuple)) and len(entry) == 2 and not _is_raw(entry):
+    elif isinstance(entry, (list, tuple)) and len(entry) == len(parts) and not _is_raw(entry):
         yield from zip(parts, entry, strict=True)
-    else:
+    elif parts == ("k", "v"):
         raise BadArgument(f"{name} must be a pair (k, v), because the layout keeps K and V apart (kind='kv')")
+    else:
+        raise BadArgument(f"{name} must be a tuple of {len(parts)}: {', '.join(parts)}")
 
 
 def _is_raw(obj: Any) -> bool:
     return isinstance(obj, tuple) and len(obj) == 2 and all(isinstance(n, (int, np.integer)) for n in obj)
 
 
-def _region(tensor: Any, name: str, owners: list[object], *, read_only: bool) -> Region:
+def region_layers(layout: PageLayout, shard: Shard) -> range:
+    """The layers that have regions of their own: all of the rank's, or the first where they share one."""
+    layers = shard.layers(layout)
+    return layers[:1] if layout.cross_layer else layers
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int, page_stride: int) -> int | None:
+    """The bytes from a tensor's first to its last, if its pages (the first axis) are contiguous and so far
+    apart; else None.
+    """
+    if not shape or shape[0] == 0 or strides[0] != page_stride:
+        return None
+    page = itemsize
+    for n, step in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
+        if n != 1 and step != page:
+            return None
+        page *= n
+    return (shape[0] - 1) * page_stride + page
+
+
+def _region(tensor: Any, name: str, owners: list[object], stride: int, *, read_only: bool) -> Region:
     if _is_raw(tensor):
         address, nbytes = int(tensor[0]), int(tensor[1])
         if not 0 < address < 2**64 or not 0 <= nbytes <= 2**64 - address:
             raise BadArgument(f"{name}: address {address} and {nbytes} bytes are no memory")
         return Region(address, nbytes, None)
     if isinstance(tensor, np.ndarray):
-        return _array(tensor, name, owners, read_only=read_only)
+        return _array(tensor, name, owners, stride, read_only=read_only)
     if all(hasattr(tensor, a) for a in ("data_ptr", "numel", "element_size", "is_contiguous")):
         device = getattr(tensor, "device", "cpu")
         _need_host(getattr(device, "type", str(device)), name)
+        size = tensor.element_size()
+        span: int | None = tensor.numel() * size
         if not tensor.is_contiguous():
+            span = _span(tuple(tensor.shape), [n * size for n in tensor.stride()], size, stride)
+        if span is None:
             raise BadArgument(f"{name} is not contiguous: a region is one piece of memory")
         owners.append(tensor)
-        return Region(tensor.data_ptr(), tensor.numel() * tensor.element_size(), None)
+        return Region(tensor.data_ptr(), span, None)
     if hasattr(tensor, "__dlpack__") and hasattr(tensor, "__dlpack_device__"):
         kind = int(tensor.__dlpack_device__()[0])
         _need_host(_DLPACK_HOST.get(kind, f"DLPack device type {kind}"), name)
@@ -391,7 +469,7 @@ def _region(tensor: Any, name: str, owners: list[object], *, read_only: bool) ->
         # numpy marks what comes by DLPack as read-only unless its producer says otherwise; older ones cannot
         # say.
         owners.append(tensor)
-        return _array(array, name, owners, read_only=True)
+        return _array(array, name, owners, stride, read_only=True)
     if hasattr(tensor, "__cuda_array_interface__"):
         _need_host("cuda", name)
     try:
@@ -403,11 +481,14 @@ def _region(tensor: Any, name: str, owners: list[object], *, read_only: bool) ->
         ) from None
     if not view.c_contiguous:
         raise BadArgument(f"{name} is not contiguous: a region is one piece of memory")
-    return _array(np.frombuffer(view, dtype=np.uint8), name, owners, read_only=read_only)
+    return _array(np.frombuffer(view, dtype=np.uint8), name, owners, stride, read_only=read_only)
 
 
-def _array(array: Array, name: str, owners: list[object], *, read_only: bool) -> Region:
+def _array(array: Array, name: str, owners: list[object], stride: int, *, read_only: bool) -> Region:
+    nbytes: int | None = array.nbytes
     if not array.flags.c_contiguous:
+        nbytes = _span(array.shape, array.strides, array.itemsize, stride)
+    if nbytes is None:
         raise BadArgument(
             f"{name} is not contiguous (shape {array.shape}, strides {array.strides}):"
             " a region is one piece of memory"
@@ -417,7 +498,7 @@ def _array(array: Array, name: str, owners: list[object], *, read_only: bool) ->
             f"{name} is read-only, but the agent may receive into it; role='prefill' only sends"
         )
     owners.append(array)
-    return Region(array.ctypes.data, array.nbytes, _allocation(array))
+    return Region(array.ctypes.data, nbytes, _allocation(array))
 
 
 def _allocation(array: Array) -> Allocation | None:

@@ -68,3 +68,38 @@ def test_the_first_write_is_that_of_the_side_that_moved_it() -> None:
     ]
     decode = [{"first_write_us": 150}, {"first_write_us": 190}, {"first_write_us": 0}]
     assert _first_writes(prefill, decode) == [50, 30]
+
+
+def test_bench_plan_has_every_case_and_counts_its_writes() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "kvxfer.cli",
+        "bench",
+        "plan",
+        "--tokens",
+        "320",
+        "--repeats",
+        "3",
+        "--json",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    cases = {(case["order"], case["pages"]): case for case in found["cases"]}
+    assert (len(cases), found["repeats"]) == (4, 3)
+    # 64 layers, K and V; 20 pages of one head, or 320 tokens.
+    counts = {key: (case["runs"], case["writes"]) for key, case in cases.items()}
+    assert counts == {
+        ("HND", "shuffled"): (128 * 20, 128 * 20),
+        ("HND", "contiguous"): (128 * 20, 128 * 20),
+        ("NHD", "shuffled"): (128 * 320, 128 * 320),
+        ("NHD", "contiguous"): (128 * 320, 128 * 320),
+    }
+    for case in cases.values():
+        assert (case["rows"], case["bytes"]) == (128 * 320, 128 * 320 * 256)
+        # Far above what is aimed at: these say that the right thing was timed, in the right unit.
+        assert 0 < case["ns_per_run"] < 2_000
+        assert case["plan_us_p50"] == pytest.approx(case["ns_per_run"] * case["runs"] / 1e3)
+        assert case["cursor_us_p50"] < case["plan_us_p50"]
+        assert 0 < case["template_us_p50"] < 10_000

@@ -26,12 +26,32 @@ import kvxfer as kx
 Tensors = Mapping[tuple[int, int, str], Any]
 
 
+def layouts(given: dict[str, Any] | list[dict[str, Any]]) -> Any:
+    """A layout, or one of each group."""
+    if not isinstance(given, dict):
+        return [layouts(group) for group in given]
+    if "state" in given:
+        given = {**given, "state": [kx.StateBlock(*block) for block in given["state"]]}
+    return kx.PageLayout(**given)
+
+
+def ids(pages: list[Any]) -> Any:
+    """A page list as engines have it, or one of each group."""
+    if pages and isinstance(pages[0], list):
+        return [np.array(group, np.int64) for group in pages]
+    return np.array(pages, np.int64)
+
+
 def fill(pool: kx.Pool, seed: int) -> None:
     """Words of eight bytes, none of which is there twice in any region of any seed."""
     for n, tensor in enumerate(pool.tensors.values()):
-        flat = tensor.reshape(-1).view(np.uint8)
+        # Pages with gaps between them are no one array of bytes.
+        whole = tensor if tensor.flags.c_contiguous else np.empty_like(tensor, order="C")
+        flat = whole.reshape(-1).view(np.uint8)
         words = scramble(np.arange(-(-flat.nbytes // 8), dtype=np.uint64), seed, n)
         flat[:] = words.view(np.uint8)[: flat.nbytes]
+        if whole is not tensor:
+            tensor[...] = whole
 
 
 def digest(tensors: Tensors, pages: list[int]) -> str:
@@ -66,7 +86,7 @@ def tell(ev: kx.Event) -> None:
 
 class Rank:
     def __init__(self, setup: dict[str, Any]) -> None:
-        layout, shard = kx.PageLayout(**setup["layout"]), kx.Shard(**setup["shard"])
+        layout, shard = layouts(setup["layout"]), kx.Shard(**setup["shard"])
         tls = setup["agent"].get("ucx_tls")
         self.footprint_before = footprint()
         self.guarded: Guarded | None = None
@@ -93,7 +113,7 @@ class Rank:
         self.agent = kx.Agent(setup["name"], layout, shard, memory=memory, **setup["agent"])
 
     def push(self, given: dict[str, Any]) -> dict[str, Any]:
-        given["pages"] = np.array(given["pages"], np.int64)
+        given["pages"] = ids(given["pages"])
         meta = given.pop("meta", None)
         if given.get("layers") is not None:
             given["layers"] = tuple(given["layers"])
@@ -102,7 +122,7 @@ class Rank:
         return {"push": push.id}
 
     def expect(self, given: dict[str, Any]) -> None:
-        given["pages"] = np.array(given["pages"], np.int64)
+        given["pages"] = ids(given["pages"])
         self.agent.expect(**given)
 
     def retract(self, push: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nursery import Child, Nursery
-from rank_child import digest, fill
+from rank_child import digest, fill, layouts
 
 import kvxfer as kx
 
@@ -32,7 +32,7 @@ class Rank:
 
     def __init__(
         self,
-        layout: dict[str, Any],
+        layout: dict[str, Any] | list[dict[str, Any]],
         shard: dict[str, Any] | None = None,
         *,
         pages: int,
@@ -48,7 +48,7 @@ class Rank:
         """`guard`: its memory is a `guarded.Guarded`. `prefix`: words before its command, for instance
         nsenter's.
         """
-        self.layout, self.shard = kx.PageLayout(**layout), kx.Shard(**(shard or {}))
+        self.layout, self.shard = layouts(layout), kx.Shard(**(shard or {}))
         self.name, self.guard = name, guard
         self.pages, self.seed, self.alloc = pages, seed, alloc
         self._said: list[dict[str, Any]] = []
@@ -115,7 +115,8 @@ class Rank:
 
     def push(self, room: int, pages: Any, **arguments: Any) -> int:
         """Pushes, and returns the push's number."""
-        push: int = self.order(push=dict(room=room, pages=[int(p) for p in pages], **arguments))["push"]
+        ids = [[int(n) for n in p] if isinstance(p, list) else int(p) for p in pages]
+        push: int = self.order(push=dict(room=room, pages=ids, **arguments))["push"]
         return push
 
     def cancel(self, room: int) -> None:

@@ -276,3 +276,132 @@ def test_rooms() -> None:
     rooms = {kx.new_room() for _ in range(1000)}
     assert len(rooms) == 1000
     assert all(0 <= room < 1 << 63 for room in rooms)
+
+
+MAMBA = (
+    kx.StateBlock(units=8, unit_bytes=6, rows=3),
+    kx.StateBlock(units=1, unit_bytes=4, rows=3),
+    (8, 64, 1, 1),
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kind": "packed", "page_stride_bytes": 4096},
+        {"cross_layer": True},
+        {"cross_layer": True, "layer_stride_bytes": 1024, "page_stride_bytes": 8192},
+        {"pp_layers": (2, 0)},
+        {"window_tokens": 100},
+        {"scale_dim": 2, "scale_dtype": "float16", "scale_stride_bytes": 512, "k_scale": 0.5},
+        {"dtype": "uint4"},
+    ],
+)
+def test_what_is_not_plain_is_kept(given: dict[str, Any]) -> None:
+    made = layout(**given)
+    assert {key: getattr(made, key) for key in given} == given
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert eval(repr(made), {"PageLayout": kx.PageLayout}) == made
+    assert made != layout()
+    assert hash(made) != hash(layout())
+
+
+def test_plain_layouts_have_none_of_it() -> None:
+    names = (
+        "page_stride_bytes",
+        "layer_stride_bytes",
+        "pp_layers",
+        "window_tokens",
+        "scale_dim",
+        "scale_dtype",
+    )
+    assert [getattr(layout(), name) for name in (*names, "scale_stride_bytes", "state")] == [None] * 8
+    assert (layout().cross_layer, layout().k_scale, layout().v_scale) == (False, 1.0, 1.0)
+
+
+def test_sizes_of_what_is_not_plain() -> None:
+    page = layout().page_bytes(ONE)
+    assert layout(dtype="uint4").row_bytes == 4
+    assert layout(page_stride_bytes=4096).page_extents(ONE) == ((page, 4096),) * 2
+    cross = layout(kind="fused", cross_layer=True)
+    assert (cross.page_bytes(ONE), cross.page_extents(kx.Shard(0, 1, 0, 2))) == (
+        4 * page,
+        ((2 * page, 2 * page),),
+    )
+    apart = layout(cross_layer=True, layer_stride_bytes=page + 24)
+    assert apart.page_extents(ONE) == ((2 * page + 24, 2 * page + 48),) * 2
+    scaled = layout(scale_dim=1, scale_stride_bytes=100)
+    assert scaled.parts == ("k", "v", "k_scale", "v_scale")
+    assert scaled.page_extents(kx.Shard(0, 2)) == ((page // 2, page // 2),) * 2 + ((32, 100),) * 2
+    state = kx.PageLayout(layers=3, kind="state", state=MAMBA)
+    assert (state.parts, state.page_tokens) == (("state", "state1"), 1)
+    assert state.page_extents(kx.Shard(1, 4)) == ((48, 48), (128, 128))
+    assert state.state == (kx.StateBlock(8, 6, 3), kx.StateBlock(1, 4, 3), kx.StateBlock(8, 64, 1, 1))
+    assert pickle.loads(pickle.dumps(state)) == state
+    assert eval(repr(state), {"PageLayout": kx.PageLayout, "StateBlock": kx.StateBlock}) == state
+    assert kx.Shard(0, 1, 1, 2).layers(layout(pp_layers=(0, 2))) == range(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"dtype": "uint4", "head_dim": 7}, "head_dim is 7 uint4; it must be a multiple of 2"),
+        ({"head_dim": None}, "head_dim is missing"),
+        ({"page_stride_bytes": 0}, "page_stride_bytes is 0"),
+        ({"layer_stride_bytes": 64}, "without cross_layer=True"),
+        ({"pp_layers": (1, 2)}, "pp_layers add up to 3, but the group has 2 layers"),
+        ({"pp_layers": ()}, "pp_layers has 0 counts"),
+        ({"window_tokens": 0}, "window is 0 tokens"),
+        ({"scale_dtype": "float16"}, "without scale_dim"),
+        ({"scale_dim": 0}, "scale_dim is 0"),
+        ({"k_scale": 0.0}, "k_scale is 0"),
+        ({"v_scale": float("nan")}, "v_scale NaN"),
+        ({"state": MAMBA}, 'kind is "kv", and state is given'),
+        ({"kind": "state"}, "head_dim, page_tokens and dtype are not its own"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(kx.BadArgument, match=text):
+        layout(**changes)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "text"),
+    [
+        (None, "state is not"),
+        ([], "state has 0 blocks; it has 1 to 16"),
+        ([(0, 4, 1, 0)], "state block 0 has 0 units"),
+        ([(1, 4, 1, 1)], "part 0 of the state has 0 bytes"),
+        ([(1, 4, 1, 8)], "parts are below 8"),
+    ],
+)
+def test_states_that_make_no_sense_are_refused(blocks: Any, text: str) -> None:
+    with pytest.raises(kx.BadArgument, match=text):
+        kx.PageLayout(layers=1, kind="state", state=blocks)
+
+
+def test_a_stride_that_is_too_small_is_told_at_the_rank() -> None:
+    small = layout(page_stride_bytes=layout().page_bytes(ONE) - 2)
+    with pytest.raises(kx.BadArgument, match="page_stride_bytes is 254, but a page of part k takes 256"):
+        small.page_extents(ONE)
+    assert small.page_extents(kx.Shard(0, 2))[0] == (128, 254)
+
+
+def test_a_window_plans_the_end_of_the_room() -> None:
+    both = (layout(layers=1, kv_heads=1, window_tokens=6), ONE)
+    row = both[0].row_bytes
+
+    def tokens(plan: kx.Plan) -> list[tuple[int, int, int]]:
+        first = plan.ops[plan.ops["src_region"] == 0]
+        return [
+            tuple(int(op[name]) // row for name in ("src_offset", "dst_offset", "length")) for op in first
+        ]  # type: ignore[misc]
+
+    # Tokens 4 to 9: all of page 1, and half of page 2.
+    plan = kx.plan_transfer(both, both, src_pages=[5, 2], dst_pages=[0, 7], tokens=10)
+    assert tokens(plan) == [(20, 0, 4), (8, 28, 2)]
+    # A chunk of a room of 10 tokens: the last six of its 8 are 2 to 7, of which the room keeps 4 to 7.
+    plan = kx.plan_transfer(both, both, src_pages=[9, 5], dst_pages=[0, 7], tokens=8, end=10)
+    assert tokens(plan) == [(20, 0, 4)]
+    with pytest.raises(kx.BadArgument, match="end is 7, before the end of the tokens, 8"):
+        kx.plan_transfer(both, both, src_pages=[9, 5], dst_pages=[0, 7], tokens=8, end=7)

@@ -149,6 +149,10 @@ class Torch:
 
     def __init__(self, array: np.ndarray[Any, Any], device: str = "cpu") -> None:
         self.array, self.device = array, SimpleNamespace(type=device)
+        self.shape = array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(n // self.array.itemsize for n in self.array.strides)
 
     def data_ptr(self) -> int:
         return self.array.ctypes.data
@@ -371,3 +375,73 @@ def test_an_agent_uses_the_transports_that_its_pool_was_made_for() -> None:
         kx.Agent("a", layout, shard, memory=pool, fabric="ucx", ucx_tls="tcp,self")
     with kx.Agent("a", layout, shard, memory=pool, fabric="ucx") as agent:
         assert agent.fabrics == ("ucx",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "shape", "strides"),
+    [
+        ({"kind": "packed"}, "kv", (6, 4, 4, 2, 8), (512, 128, 32, 16, 2)),
+        ({"kind": "packed", "order": "NHD", "page_tokens": 2}, "kv", (6, 2, 4, 2, 8), (256, 128, 32, 16, 2)),
+        ({"page_stride_bytes": 300}, "v", (6, 4, 4, 8), (300, 64, 16, 2)),
+        ({"cross_layer": True}, "k", (6, 4, 4, 8), (512, 64, 16, 2)),
+        ({"cross_layer": True, "layer_stride_bytes": 260}, "k", (6, 4, 4, 8), (520, 64, 16, 2)),
+        ({"dtype": "uint4"}, "k", (6, 4, 4, 4), (64, 16, 4, 1)),
+        ({"scale_dim": 3, "scale_stride_bytes": 256}, "v_scale", (6, 4, 4, 3), (256, 48, 12, 4)),
+        ({"scale_dim": 3, "kind": "latent"}, "latent_scale", (6, 4, 3), (48, 12, 4)),
+    ],
+)
+def test_views_of_what_is_not_plain(
+    changes: dict[str, Any], part: str, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    """Every byte of every page of every view is its own: none is in two, and none outside of the pool."""
+    pool = kx.alloc(layout(**changes), ONE, pages=6)
+    view = pool.tensors[0, 1, part]
+    assert (view.shape, view.strides) == (shape, strides)
+    seen = 0
+    for other in pool.tensors.values():
+        whole = np.zeros(other.shape, other.dtype)
+        whole.reshape(-1).view(np.uint8)[:] = 1
+        assert not other.any()
+        other[...] = whole
+        seen += whole.nbytes
+    assert sum(int(region.sum()) for region in pool._regions.values()) == seen
+
+
+def test_a_state_is_bytes() -> None:
+    blocks = [kx.StateBlock(4, 6, 3), kx.StateBlock(1, 2, 3), kx.StateBlock(4, 8, part=1)]
+    pool = kx.alloc(kx.PageLayout(layers=2, kind="state", state=blocks), kx.Shard(1, 2), pages=3)
+    assert [pool.state(1, part).shape for part in (0, 1)] == [(3, 42), (3, 16)]
+    with pytest.raises(kx.BadArgument, match="group 0 has no 'state2': a 'state' layout has state, state1"):
+        pool.state(0, 2)
+
+
+def regions(memory: object, item: kx.PageLayout) -> list[tuple[int, int]]:
+    found = prepare(memory, item, ONE, read_only=False)
+    return [(nbytes, pages) for (_, nbytes, _), pages in zip(found.regions, found.pages * 4, strict=False)]
+
+
+def test_pages_with_gaps_may_be_a_strided_tensor_or_all_of_the_memory() -> None:
+    item = layout(layers=1, kind="fused", page_stride_bytes=640)
+    whole = np.zeros((3, 320), np.float16)
+    pages: np.ndarray[Any, Any] = np.ndarray(
+        (3, 2, 4, 4, 8), np.float16, whole, strides=(640, 256, 64, 16, 2)
+    )
+    assert regions([pages], item) == [(2 * 640 + 512, 3)]
+    assert regions([Torch(pages)], item) == [(2 * 640 + 512, 3)]
+    assert regions([whole], item) == [(3 * 640, 3)]
+    assert regions([whole.reshape(-1)[: 2 * 320 + 256]], item) == [(2 * 640 + 512, 3)]
+    with pytest.raises(kx.BadArgument, match="no multiple of a page's 512, 640 bytes apart"):
+        regions([whole.reshape(-1)[:700]], item)
+    with pytest.raises(kx.BadArgument, match="not contiguous"):
+        regions([np.zeros((6, 2, 4, 4, 8), np.float16)[::2]], item)
+
+
+def test_layers_that_share_pages_are_one_tensor() -> None:
+    item = layout(layers=3, kind="packed", cross_layer=True)
+    whole = np.zeros((5, 3, 4, 4, 2, 8), np.float16)
+    for memory in (whole, [whole], {0: whole}, {(0, 0): whole}, {"kv": whole}):
+        assert regions(memory, item) == [(5 * 3 * 512, 5)]
+    apart = layout(layers=3, cross_layer=True)
+    k, v = (np.zeros((5, 3, 4, 4, 8), np.float16) for _ in range(2))
+    for memory in ((k, v), {"k": k, "v": v}, {(0, 0, "k"): k, (0, 0, "v"): v}):
+        assert regions(memory, apart) == [(5 * 3 * 256, 5)] * 2

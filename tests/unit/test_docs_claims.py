@@ -10,8 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SAFETY = ROOT / "docs" / "safety.md"
-# Case 7 (scales) is not there yet: scale regions come with resharding.
-CASES = [n for n in range(1, 26) if n != 7]
+CASES = range(1, 26)
 
 
 @cache

@@ -134,6 +134,32 @@ def _bench(commands: Any) -> None:
     _add_fabric(post)
     _add_json(post)
     post.set_defaults(module="kvxfer.cli.bench_post")
+    plan = benches.add_parser(
+        "plan",
+        help="what planning a push takes on the transfer thread",
+        description=(
+            "Measures how long it takes to turn page lists into writes: one TP8 rank of Qwen3-32B (64 "
+            "layers, 8 KV heads of 128, bfloat16, pages of 16 tokens) to one TP4 rank, HND and NHD, shuffled "
+            "and contiguous pages, in one process that moves no bytes."
+        ),
+    )
+    plan.add_argument(
+        "--tokens",
+        type=_at_least(1),
+        nargs="+",
+        default=[2000, 32_000],
+        metavar="N",
+        help="tokens of the pushes (default: 2000 32000)",
+    )
+    plan.add_argument(
+        "--repeats",
+        type=_at_least(3),
+        default=25,
+        metavar="N",
+        help="how often each is planned (default: %(default)s)",
+    )
+    _add_json(plan)
+    plan.set_defaults(module="kvxfer.cli.bench_plan")
 
 
 # Rules of the safety contract that can be broken on purpose: `Flaw` in rust/kvxfer-proto says what each does.

@@ -91,7 +91,9 @@ impl Agent {
         };
         for (g, (list, layout)) in pages.iter().zip(&self.layouts).enumerate() {
             let size = u64::from(layout.page_tokens);
-            let need = if tokens == 0 { 0 } else { (start % size + tokens).div_ceil(size) };
+            let held = layout.held(start..end);
+            let need =
+                if tokens == 0 { 0 } else { (held.start % size + held.end - held.start).div_ceil(size) };
             if (list.len() as u64) < need {
                 return bad(format!(
                     "{tokens} tokens from token {start} need {need} pages of {size} tokens in group {g}, but {} were given",

@@ -136,7 +136,8 @@ impl Driver {
                     shape.group, shape.layer, shape.part, span.len, shape.len
                 )));
             }
-            shape.kind = span.kind;
+            // Peers map or read all of it; what follows the last page may be more than the layout asks for.
+            (shape.kind, shape.len) = (span.kind, span.len);
         }
         if config.limits.frame_bytes < Limits::LEAST_FRAME_BYTES {
             return Err(StartError::BadArgument(format!(

@@ -222,15 +222,16 @@ mod tests {
             dtype: DType::Bfloat16,
             order: Order::Hnd,
             kind: Kind::Kv,
+            ..PageLayout::PLAIN
         };
         let side =
             Side { groups: vec![layout], shard: Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 } };
         let list: Arc<[u32]> = (0..pages).map(|p| p * 2).collect();
         let request = Request {
             src_pages: vec![Arc::clone(&list)],
-            src_start: 0,
+            src_tokens: 0..u64::from(pages) * 16,
             dst_pages: vec![list],
-            dst_start: 0,
+            dst_tokens: 0..u64::from(pages) * 16,
             tokens: 0..u64::from(pages) * 16,
             layers: 0..4,
         };
@@ -247,7 +248,8 @@ mod tests {
         let extent = kvxfer_proto::plan::Extent {
             end: kvxfer_proto::plan::End::Source,
             pages: vec![(0..pages).collect()],
-            start: 0,
+            list: 0..u64::from(pages) * 16,
+            room: 0..u64::from(pages) * 16,
             tokens: 0..u64::from(pages) * 16,
             layers: 0..4,
             sample,

@@ -22,6 +22,7 @@ fn measure(order: Order) {
         dtype: DType::Bfloat16,
         order: Order::Hnd,
         kind: Kind::Kv,
+        ..PageLayout::PLAIN
     };
     let side =
         |tp_size| Side { groups: vec![layout], shard: Shard { tp_rank: 1, tp_size, pp_rank: 0, pp_size: 1 } };
@@ -32,9 +33,9 @@ fn measure(order: Order) {
     let shuffled = |by: u32| (0..125).map(|i| i * by % 512).collect::<Arc<[u32]>>();
     let request = Request {
         src_pages: vec![shuffled(37)],
-        src_start: 0,
+        src_tokens: 0..2000,
         dst_pages: vec![shuffled(91)],
-        dst_start: 0,
+        dst_tokens: 0..2000,
         tokens: 0..2000,
         layers: 0..64,
     };

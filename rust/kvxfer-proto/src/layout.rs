@@ -4,6 +4,14 @@
 //! [`PageLayout::validate`], [`Shard::validate`] and [`Side::validate`], so that a region of `u32::MAX` pages is
 //! smaller than 2^63 bytes and no offset of a validated layout can overflow.
 
+mod dtype;
+mod extra;
+mod place;
+
+pub use dtype::DType;
+pub use extra::{CrossLayer, Factors, LayerSplit, MAX_BLOCKS, MAX_SPLIT, Scales, State, StateBlock};
+pub(crate) use place::{Lay, Strand};
+
 use crate::msg::{MemKind, RegionShape};
 use std::ops::Range;
 use thiserror::Error;
@@ -16,83 +24,6 @@ pub const MAX_LAYERS: u32 = 4096;
 pub const MAX_RANKS: u32 = 65_536;
 /// Most bytes of one page of one region, before it is split over ranks.
 pub const MAX_PAGE_BYTES: u64 = 1 << 31;
-
-/// Element type. The numbers are on the wire.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-#[repr(u8)]
-pub enum DType {
-    /// 4-byte float.
-    Float32 = 1,
-    /// IEEE half.
-    Float16 = 2,
-    /// bfloat16.
-    Bfloat16 = 3,
-    /// fp8 e4m3.
-    Float8E4m3 = 4,
-    /// fp8 e5m2.
-    Float8E5m2 = 5,
-    /// 8-bit integer.
-    Int8 = 6,
-    /// Bytes.
-    Uint8 = 7,
-}
-
-impl DType {
-    /// Bytes of one element.
-    #[must_use]
-    pub const fn bytes(self) -> u64 {
-        match self {
-            Self::Float32 => 4,
-            Self::Float16 | Self::Bfloat16 => 2,
-            Self::Float8E4m3 | Self::Float8E5m2 | Self::Int8 | Self::Uint8 => 1,
-        }
-    }
-
-    /// The type with this name; takes numpy's and torch's names (with or without `torch.`) and the usual short ones.
-    #[must_use]
-    pub fn from_name(name: &str) -> Option<Self> {
-        let name = name.strip_prefix("torch.").unwrap_or(name);
-        Some(match name {
-            "float32" | "float" | "fp32" | "f32" => Self::Float32,
-            "float16" | "half" | "fp16" | "f16" => Self::Float16,
-            "bfloat16" | "bf16" => Self::Bfloat16,
-            "float8_e4m3" | "float8_e4m3fn" | "fp8_e4m3" | "fp8" => Self::Float8E4m3,
-            "float8_e5m2" | "fp8_e5m2" => Self::Float8E5m2,
-            "int8" | "i8" => Self::Int8,
-            "uint8" | "u8" => Self::Uint8,
-            _ => return None,
-        })
-    }
-
-    /// The canonical name.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Float32 => "float32",
-            Self::Float16 => "float16",
-            Self::Bfloat16 => "bfloat16",
-            Self::Float8E4m3 => "float8_e4m3",
-            Self::Float8E5m2 => "float8_e5m2",
-            Self::Int8 => "int8",
-            Self::Uint8 => "uint8",
-        }
-    }
-
-    /// The type with this number on the wire.
-    #[must_use]
-    pub const fn from_wire(n: u8) -> Option<Self> {
-        Some(match n {
-            1 => Self::Float32,
-            2 => Self::Float16,
-            3 => Self::Bfloat16,
-            4 => Self::Float8E4m3,
-            5 => Self::Float8E5m2,
-            6 => Self::Int8,
-            7 => Self::Uint8,
-            _ => return None,
-        })
-    }
-}
 
 /// Order of a page's axes, outermost first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -112,6 +43,10 @@ pub enum Kind {
     Fused,
     /// One latent vector a token (MLA), replicated over tensor-parallel ranks.
     Latent,
+    /// One region; K and V lie side by side for each token of each head.
+    Packed,
+    /// State of a fixed size, one page a room ([`PageLayout::state`]).
+    State,
 }
 
 impl Kind {
@@ -122,15 +57,25 @@ impl Kind {
             Self::Kv => "kv",
             Self::Fused => "fused",
             Self::Latent => "latent",
+            Self::Packed => "packed",
+            Self::State => "state",
         }
     }
 
-    /// How many tensors a layer has, wherever they lie: K and V, or the latent.
+    /// How many tensors a layer has, wherever they lie: K and V, or the latent; none are told apart of a state.
     #[must_use]
     pub const fn tensors(self) -> u32 {
         match self {
-            Self::Kv | Self::Fused => 2,
-            Self::Latent => 1,
+            Self::Kv | Self::Fused | Self::Packed => 2,
+            Self::Latent | Self::State => 1,
+        }
+    }
+
+    /// How many of them a region's page holds.
+    pub(crate) const fn halves(self) -> u32 {
+        match self {
+            Self::Fused | Self::Packed => 2,
+            Self::Kv | Self::Latent | Self::State => 1,
         }
     }
 }
@@ -150,11 +95,44 @@ pub struct PageLayout {
     pub dtype: DType,
     /// Axis order.
     pub order: Order,
-    /// K/V apart, fused or latent.
+    /// K/V apart, fused, packed, latent or a state.
     pub kind: Kind,
+    /// Bytes from one page to the next in each region (scales have their own); `None`: pages follow each other
+    /// without a gap.
+    pub page_stride: Option<u64>,
+    /// All of the rank's layers in one page, and so in one region.
+    pub cross: Option<CrossLayer>,
+    /// Only so many of the last tokens are held, as by sliding-window attention.
+    pub window: Option<u64>,
+    /// Layers of each pipeline rank, where they are not split as evenly as possible.
+    pub split: Option<LayerSplit>,
+    /// Scales in regions of their own.
+    pub scales: Option<Scales>,
+    /// Factors of whole tensors.
+    pub factors: Option<Factors>,
+    /// The blocks of a [`Kind::State`].
+    pub state: Option<State>,
 }
 
 impl PageLayout {
+    /// One layer, head, element and token, and nothing out of the ordinary: the base of `PageLayout { .., ..PageLayout::PLAIN }`.
+    pub const PLAIN: Self = Self {
+        layers: 1,
+        kv_heads: 1,
+        head_dim: 1,
+        page_tokens: 1,
+        dtype: DType::Uint8,
+        order: Order::Nhd,
+        kind: Kind::Kv,
+        page_stride: None,
+        cross: None,
+        window: None,
+        split: None,
+        scales: None,
+        factors: None,
+        state: None,
+    };
+
     /// Checks that no size is zero or past its cap.
     ///
     /// # Errors
@@ -174,57 +152,151 @@ impl PageLayout {
             let n = self.layers;
             return Err(LayoutError(format!("layers is {n}; at most {MAX_LAYERS} fit in a group")));
         }
-        let halves = if self.kind == Kind::Fused { 2 } else { 1 };
-        let bytes = self
-            .row_bytes()
-            .checked_mul(u64::from(self.page_tokens))
-            .and_then(|b| b.checked_mul(u64::from(self.heads())))
-            .and_then(|b| b.checked_mul(halves));
-        if bytes.is_none_or(|b| b > MAX_PAGE_BYTES) {
+        for (name, dim, dtype) in [("head_dim", self.head_dim, self.dtype)]
+            .into_iter()
+            .chain(self.scales.map(|s| ("scale_dim", s.dim, s.dtype)))
+        {
+            if dim == 0 || !dim.is_multiple_of(dtype.packed()) {
+                return Err(LayoutError(format!(
+                    "{name} is {dim} {}; it must be a multiple of {}, and not 0",
+                    dtype.name(),
+                    dtype.packed()
+                )));
+            }
+        }
+        for row in
+            [Some(self.row_bytes()), self.scales.map(|s| s.dtype.bytes_of(s.dim))].into_iter().flatten()
+        {
+            let bytes = row
+                .checked_mul(u64::from(self.page_tokens))
+                .and_then(|b| b.checked_mul(u64::from(self.heads())))
+                .and_then(|b| b.checked_mul(self.kind.halves().into()));
+            if bytes.is_none_or(|b| b > MAX_PAGE_BYTES) {
+                return Err(LayoutError(format!(
+                    "a page of {} tokens x {} heads x {row} bytes ({}) is larger than {MAX_PAGE_BYTES} bytes",
+                    self.page_tokens,
+                    self.heads(),
+                    self.kind.name(),
+                )));
+            }
+        }
+        self.validate_rest()
+    }
+
+    /// What is not of the plain form.
+    fn validate_rest(&self) -> Result<(), LayoutError> {
+        if (self.kind == Kind::State) != self.state.is_some() {
             return Err(LayoutError(format!(
-                "a page of {} tokens x {} heads x {} {} ({}) is larger than {MAX_PAGE_BYTES} bytes",
-                self.page_tokens,
-                self.heads(),
-                self.head_dim,
-                self.dtype.name(),
+                "kind is {:?}, and state {}: blocks are given for kind \"state\", and only for it",
                 self.kind.name(),
+                if self.state.is_some() { "is given" } else { "is not" }
             )));
+        }
+        if let Some(state) = &self.state {
+            state.validate()?;
+            if self.page_tokens != 1
+                || self.window.is_some()
+                || self.scales.is_some()
+                || self.factors.is_some()
+            {
+                return Err(LayoutError(
+                    "a state has one page a room: page_tokens is 1, and it has neither window nor scales"
+                        .to_owned(),
+                ));
+            }
+        }
+        if self.window == Some(0) {
+            return Err(LayoutError("window is 0 tokens; it must be at least 1, or left out".to_owned()));
+        }
+        if let Some(factors) = self.factors.filter(|f| !f.valid()) {
+            let (k, v) = (factors.k(), factors.v());
+            return Err(LayoutError(format!("k_scale is {k} and v_scale {v}; both are finite and above 0")));
+        }
+        if let Some(split) = self.split.filter(|s| s.total() != self.layers) {
+            return Err(LayoutError(format!(
+                "pp_layers add up to {}, but the group has {} layers",
+                split.total(),
+                self.layers
+            )));
+        }
+        let strides = [
+            ("page_stride_bytes", self.page_stride),
+            ("scale_stride_bytes", self.scales.and_then(|s| s.page_stride)),
+            ("layer_stride_bytes", self.cross.and_then(|c| c.layer_stride)),
+        ];
+        if let Some((name, stride)) = strides.into_iter().find_map(|(n, s)| Some((n, s?)))
+            && !(1..=MAX_PAGE_BYTES).contains(&stride)
+        {
+            return Err(LayoutError(format!("{name} is {stride}; it is 1 to {MAX_PAGE_BYTES}")));
         }
         Ok(())
     }
 
-    /// Regions a layer: 2 if K and V lie apart, else 1.
+    /// The tokens of `tokens` that the group holds: all, the last ones of a window, or the last one, which stands for a
+    /// state.
     #[must_use]
-    pub const fn parts(&self) -> u32 {
-        match self.kind {
-            Kind::Kv => 2,
-            Kind::Fused | Kind::Latent => 1,
+    pub fn held(&self, tokens: Range<u64>) -> Range<u64> {
+        match self.last_tokens() {
+            Some(n) => tokens.start.max(tokens.end.saturating_sub(n))..tokens.end,
+            None => tokens,
         }
     }
 
-    /// What part `part` holds, for people: `k`, `v`, `kv` or `latent`.
+    /// Of how many of the last tokens it holds something, if not of all.
     #[must_use]
-    pub const fn parts_label(&self, part: u32) -> &'static str {
+    pub const fn last_tokens(&self) -> Option<u64> {
+        if self.state.is_some() { Some(1) } else { self.window }
+    }
+
+    /// Regions a layer, or of all the rank's layers if they share pages: 2 if K and V lie apart, else 1; as many again for
+    /// scales; a state's own.
+    #[must_use]
+    pub fn parts(&self) -> u32 {
+        let data = self.data_parts();
+        if self.scales.is_some() { 2 * data } else { data }
+    }
+
+    /// Regions without those of scales.
+    pub(crate) fn data_parts(&self) -> u32 {
+        match (self.kind, &self.state) {
+            (_, Some(state)) => state.parts(),
+            (Kind::Kv, _) => 2,
+            (Kind::Fused | Kind::Latent | Kind::Packed | Kind::State, _) => 1,
+        }
+    }
+
+    /// What part `part` holds, for people: `k`, `v`, `kv` or `latent`, and `k_scale` and so on; `state`, `state1`...
+    #[must_use]
+    pub fn parts_label(&self, part: u32) -> &'static str {
+        let data = self.data_parts();
         match (self.kind, part) {
             (Kind::Kv, 0) => "k",
-            (Kind::Kv, _) => "v",
-            (Kind::Fused, _) => "kv",
-            (Kind::Latent, _) => "latent",
+            (Kind::Kv, 1) => "v",
+            (Kind::Kv, 2) => "k_scale",
+            (Kind::Kv, _) => "v_scale",
+            (Kind::Fused | Kind::Packed, n) if n < data => "kv",
+            (Kind::Fused | Kind::Packed, _) => "kv_scale",
+            (Kind::Latent, n) if n < data => "latent",
+            (Kind::Latent, _) => "latent_scale",
+            (Kind::State, n) => {
+                let names = ["state", "state1", "state2", "state3", "state4", "state5", "state6", "state7"];
+                usize::try_from(n).ok().and_then(|n| names.get(n)).copied().unwrap_or("state")
+            }
         }
     }
 
     /// Bytes of one token of one head.
     #[must_use]
     pub const fn row_bytes(&self) -> u64 {
-        self.head_dim as u64 * self.dtype.bytes()
+        self.dtype.bytes_of(self.head_dim)
     }
 
     /// Heads of the whole model, one for a latent layout.
     #[must_use]
     pub const fn heads(&self) -> u32 {
         match self.kind {
-            Kind::Latent => 1,
-            Kind::Kv | Kind::Fused => self.kv_heads,
+            Kind::Latent | Kind::State => 1,
+            Kind::Kv | Kind::Fused | Kind::Packed => self.kv_heads,
         }
     }
 }
@@ -268,10 +340,14 @@ impl Shard {
         self.pp_rank.saturating_mul(self.tp_size).saturating_add(self.tp_rank)
     }
 
-    /// The group's layers that this rank holds. Pipeline ranks hold blocks of consecutive layers; where
-    /// `layers` is no multiple of `pp_size`, the first `layers % pp_size` ranks hold one more than the others.
+    /// The group's layers that this rank holds. Pipeline ranks hold blocks of consecutive layers, as many as the layout's
+    /// split says; without one, where `layers` is no multiple of `pp_size`, the first `layers % pp_size` ranks hold one more
+    /// than the others.
     #[must_use]
     pub fn layers(&self, layout: &PageLayout) -> Range<u32> {
+        if let Some(split) = &layout.split {
+            return split.range(self.pp_rank);
+        }
         let Some(each) = layout.layers.checked_div(self.pp_size) else { return 0..0 };
         let more = layout.layers % self.pp_size;
         let first = |rank: u32| rank.saturating_mul(each).saturating_add(rank.min(more)).min(layout.layers);
@@ -284,39 +360,72 @@ impl Shard {
     /// # Errors
     /// When neither number divides the other.
     pub fn heads(&self, layout: &PageLayout) -> Result<Range<u32>, LayoutError> {
-        if layout.kind == Kind::Latent {
+        if matches!(layout.kind, Kind::Latent | Kind::State) {
             return Ok(0..1);
         }
-        let (heads, tp) = (layout.kv_heads, self.tp_size);
+        self.units(layout.kv_heads, "KV heads")
+    }
+
+    /// Its share of `heads` units that are split as KV heads are.
+    pub(crate) fn units(&self, heads: u32, name: &str) -> Result<Range<u32>, LayoutError> {
+        let tp = self.tp_size;
         if self.tp_rank < tp && heads > 0 {
-            if heads % tp == 0 {
+            if heads.is_multiple_of(tp) {
                 let each = heads / tp;
                 let first = self.tp_rank * each;
                 return Ok(first..first + each);
             }
-            if tp % heads == 0 {
+            if tp.is_multiple_of(heads) {
                 let head = self.tp_rank / (tp / heads);
                 return Ok(head..head + 1);
             }
         }
         Err(LayoutError(format!(
-            "{heads} KV heads cannot be split over {tp} tensor-parallel ranks (rank {}); one number must divide the other",
+            "{heads} {name} cannot be split over {tp} tensor-parallel ranks (rank {}); one number must divide the other",
             self.tp_rank
         )))
     }
 }
 
-/// Bytes of one page of one region on this rank; a fused page counts both halves.
+/// Bytes of one page of one region on this rank: of all layers that it holds, and of K and V where they share it. Scales
+/// are not counted, nor what lies between pages.
 ///
 /// # Errors
 /// When the layout or the shard is invalid, or the heads cannot be split.
 pub fn page_bytes(layout: &PageLayout, shard: &Shard) -> Result<u64, LayoutError> {
+    Ok(part_page(layout, shard, 0)?.bytes)
+}
+
+/// One page of one region.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct PartPage {
+    /// Bytes from the page's first to its last that belong to a layer.
+    pub bytes: u64,
+    /// Bytes from one page to the next.
+    pub stride: u64,
+}
+
+impl PartPage {
+    /// Bytes of so many pages: the last one needs no gap after it.
+    #[must_use]
+    pub const fn region_bytes(&self, pages: u32) -> u64 {
+        // Both are capped at 2^31.
+        match pages.checked_sub(1) {
+            Some(others) => others as u64 * self.stride + self.bytes,
+            None => 0,
+        }
+    }
+}
+
+/// A page of part `part` on this rank.
+///
+/// # Errors
+/// When the layout or the shard is invalid, the heads or a state's units cannot be split, or a stride is too small for what
+/// the rank holds.
+pub fn part_page(layout: &PageLayout, shard: &Shard, part: u32) -> Result<PartPage, LayoutError> {
     layout.validate()?;
     shard.validate()?;
-    let heads = shard.heads(layout)?.len() as u64;
-    let halves = if layout.kind == Kind::Fused { 2 } else { 1 };
-    // A part of the page that `validate` has capped.
-    Ok(layout.row_bytes() * u64::from(layout.page_tokens) * heads * halves)
+    place::page(layout, shard, part)
 }
 
 /// One agent's geometry: the layout of each group, and its shard.
@@ -340,16 +449,29 @@ impl Side {
         }
         self.shard.validate()?;
         for (g, layout) in self.groups.iter().enumerate() {
-            layout
-                .validate()
-                .and_then(|()| self.shard.heads(layout).map(|_| ()))
+            (0..layout.parts())
+                .try_for_each(|part| part_page(layout, &self.shard, part).map(|_| ()))
+                .and_then(|()| match layout.split.filter(|s| s.ranks() != self.shard.pp_size) {
+                    Some(split) => Err(LayoutError(format!(
+                        "pp_layers names {} pipeline ranks, but pp_size is {}",
+                        split.ranks(),
+                        self.shard.pp_size
+                    ))),
+                    None => Ok(()),
+                })
                 .map_err(|e| LayoutError(format!("group {g}: {e}")))?;
         }
         Ok(())
     }
 
-    /// Every region of this rank, all as host memory: for each group, each of its layers here, each part.
-    /// `pages` has the pages of each group.
+    /// The layers of a group that have regions of their own: all that are here, or the first where they share one.
+    fn region_layers(&self, layout: &PageLayout) -> Range<u32> {
+        let layers = self.shard.layers(layout);
+        if layout.cross.is_some() && !layers.is_empty() { layers.start..layers.start + 1 } else { layers }
+    }
+
+    /// Every region of this rank, all as host memory: for each group, each of its layers here (the first, where they share
+    /// pages), each part. `pages` has the pages of each group.
     ///
     /// # Errors
     /// When the side is invalid or `pages` has another number of groups.
@@ -361,9 +483,9 @@ impl Side {
         }
         let mut out = Vec::new();
         for ((group, layout), &count) in (0..).zip(&self.groups).zip(pages) {
-            let len = page_bytes(layout, &self.shard)? * u64::from(count);
-            for layer in self.shard.layers(layout) {
+            for layer in self.region_layers(layout) {
                 for part in 0..layout.parts() {
+                    let len = place::page(layout, &self.shard, part)?.region_bytes(count);
                     out.push(RegionShape { group, layer, part, len, kind: MemKind::Host });
                 }
             }
@@ -386,15 +508,14 @@ impl Side {
         if !layers.contains(&layer) || part >= layout.parts() {
             return None;
         }
-        self.regions_before(g)
-            .checked_add((layer - layers.start).checked_mul(layout.parts())?)?
-            .checked_add(part)
+        let before = if layout.cross.is_some() { 0 } else { layer - layers.start };
+        self.regions_before(g).checked_add(before.checked_mul(layout.parts())?)?.checked_add(part)
     }
 
     /// Regions of the groups before group `g`.
     pub(crate) fn regions_before(&self, g: usize) -> u32 {
         let count = |l: &PageLayout| {
-            let layers = self.shard.layers(l);
+            let layers = self.region_layers(l);
             (layers.end - layers.start).saturating_mul(l.parts())
         };
         self.groups.iter().take(g).fold(0, |n, l| n.saturating_add(count(l)))
@@ -407,130 +528,4 @@ impl Side {
 pub struct LayoutError(pub String);
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn layout(kind: Kind) -> PageLayout {
-        PageLayout {
-            layers: 10,
-            kv_heads: 8,
-            head_dim: 128,
-            page_tokens: 16,
-            dtype: DType::Bfloat16,
-            order: Order::Hnd,
-            kind,
-        }
-    }
-
-    fn shard(tp_rank: u32, tp_size: u32, pp_rank: u32, pp_size: u32) -> Shard {
-        Shard { tp_rank, tp_size, pp_rank, pp_size }
-    }
-
-    #[test]
-    fn dtypes_go_by_name_and_number() {
-        for n in 0..=255 {
-            if let Some(t) = DType::from_wire(n) {
-                assert_eq!(t as u8, n);
-                assert_eq!(DType::from_name(t.name()), Some(t));
-                assert_eq!(DType::from_name(&format!("torch.{}", t.name())), Some(t));
-            }
-        }
-        assert_eq!((0..=255).filter_map(DType::from_wire).count(), 7);
-        for (name, t) in [
-            ("torch.bfloat16", DType::Bfloat16),
-            ("bf16", DType::Bfloat16),
-            ("fp16", DType::Float16),
-            ("half", DType::Float16),
-            ("torch.float8_e4m3fn", DType::Float8E4m3),
-        ] {
-            assert_eq!(DType::from_name(name), Some(t));
-        }
-        assert_eq!(DType::from_name("float64"), None);
-        assert_eq!(DType::Float32.bytes() + DType::Float16.bytes() + DType::Float8E5m2.bytes(), 7);
-    }
-
-    #[test]
-    fn sizes_are_capped() {
-        assert_eq!(layout(Kind::Kv).validate(), Ok(()));
-        for zero in [
-            PageLayout { layers: 0, ..layout(Kind::Kv) },
-            PageLayout { kv_heads: 0, ..layout(Kind::Kv) },
-            PageLayout { head_dim: 0, ..layout(Kind::Kv) },
-            PageLayout { page_tokens: 0, ..layout(Kind::Kv) },
-        ] {
-            assert!(zero.validate().is_err_and(|e| e.0.contains("is 0")));
-        }
-        // 2^31 bytes a page, then twice that because it is fused, then past 2^64.
-        let big = PageLayout { page_tokens: 1 << 20, ..layout(Kind::Kv) };
-        assert_eq!(big.validate(), Ok(()));
-        assert!(PageLayout { kind: Kind::Fused, ..big }.validate().is_err());
-        let most = PageLayout { kv_heads: u32::MAX, head_dim: u32::MAX, page_tokens: u32::MAX, ..big };
-        assert!(most.validate().is_err_and(|e| e.0.contains("larger than")));
-        assert!(PageLayout { layers: MAX_LAYERS + 1, ..big }.validate().is_err());
-    }
-
-    #[test]
-    fn ranks_are_checked() {
-        assert_eq!(shard(3, 4, 1, 2).validate(), Ok(()));
-        assert_eq!(shard(3, 4, 1, 2).index(), 7);
-        for bad in [shard(4, 4, 0, 1), shard(0, 0, 0, 1), shard(0, 1, 2, 2), shard(0, 1, 0, 0)] {
-            assert!(bad.validate().is_err());
-        }
-        assert!(shard(0, 1 << 16, 0, 1 << 16).validate().is_err());
-    }
-
-    #[test]
-    fn the_first_stages_hold_one_layer_more() {
-        let l = layout(Kind::Kv);
-        let split = |size| (0..size).map(|r| shard(0, 1, r, size).layers(&l)).collect::<Vec<_>>();
-        assert_eq!(split(4), [0..3, 3..6, 6..8, 8..10]);
-        assert_eq!(split(2), [0..5, 5..10]);
-        assert!(split(16).iter().skip(10).all(Range::is_empty));
-        assert_eq!(split(16)[9], 9..10);
-    }
-
-    #[test]
-    fn heads_are_split_or_replicated() {
-        let l = |kv_heads| PageLayout { kv_heads, ..layout(Kind::Kv) };
-        let heads =
-            |kv_heads, tp| (0..tp).map(|r| shard(r, tp, 0, 1).heads(&l(kv_heads))).collect::<Vec<_>>();
-        assert_eq!(heads(8, 2), [Ok(0..4), Ok(4..8)]);
-        assert_eq!(heads(2, 4), [Ok(0..1), Ok(0..1), Ok(1..2), Ok(1..2)]);
-        let e = shard(0, 4, 0, 1).heads(&l(6)).expect_err("4 does not divide 6");
-        assert!(e.0.contains("6 KV heads") && e.0.contains("4 tensor-parallel"), "{e}");
-        assert_eq!(shard(5, 7, 0, 1).heads(&layout(Kind::Latent)), Ok(0..1));
-    }
-
-    #[test]
-    fn regions_are_listed_by_group_layer_part() {
-        let side = Side {
-            groups: vec![layout(Kind::Kv), layout(Kind::Fused), layout(Kind::Latent)],
-            shard: shard(1, 4, 1, 5),
-        };
-        let regions = side.regions(&[3, 2, 1]).expect("valid");
-        let page = 16 * 128 * 2;
-        let ids: Vec<_> = regions.iter().map(|r| (r.group, r.layer, r.part, r.len)).collect();
-        let half = 2 * page;
-        assert_eq!(
-            ids,
-            [
-                (0, 2, 0, 3 * half),
-                (0, 2, 1, 3 * half),
-                (0, 3, 0, 3 * half),
-                (0, 3, 1, 3 * half),
-                (1, 2, 0, 2 * 2 * half),
-                (1, 3, 0, 2 * 2 * half),
-                (2, 2, 0, page),
-                (2, 3, 0, page),
-            ]
-        );
-        assert_eq!(side.region_index(1, 3, 0), Some(5));
-        for (group, layer, part) in [(0, 1, 0), (0, 4, 0), (0, 2, 2), (1, 2, 1), (3, 2, 0)] {
-            assert_eq!(side.region_index(group, layer, part), None);
-        }
-        assert!(side.regions(&[3, 2]).is_err());
-        let labels: Vec<_> =
-            regions.iter().map(|r| side.groups[r.group as usize].parts_label(r.part)).collect();
-        assert_eq!(labels, ["k", "v", "k", "v", "kv", "kv", "latent", "latent"]);
-    }
-}
+mod tests;

@@ -337,6 +337,9 @@ pub struct Ready {
     pub pages_start: u64,
     /// One source page list a group.
     pub pages: Vec<Arc<[u32]>>,
+    /// The end of the tokens that the push names: where a group holds only the last tokens, its list begins so many
+    /// before it. Only there is it needed.
+    pub pages_end: Option<u64>,
 }
 
 /// A push is void.

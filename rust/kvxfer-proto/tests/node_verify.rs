@@ -285,7 +285,7 @@ fn a_source_says_done_with_its_sum_and_not_before() {
         let (mut s, _) = summing_source(mover);
         assert_eq!(s.sums.len(), 1);
         let extent = &s.sums[0].extent;
-        assert_eq!((extent.end, &extent.pages, extent.start), (End::Source, &ids(&[1]), 0));
+        assert_eq!((extent.end, &extent.pages, extent.list.start), (End::Source, &ids(&[1]), 0));
         assert_eq!((extent.tokens.clone(), extent.layers.clone(), extent.sample), (0..4, 0..2, false));
         assert_eq!(dones(&s), vec![]);
         s.summed(0, DeliveryEnd::Summed(77));
@@ -427,7 +427,7 @@ fn summing_decode(mover: Mover) -> (Solo, PeerKey) {
     s.recv(a, done_with(1, (0, 4), true, Some(77))).unwrap();
     assert_eq!(s.sums.len(), 1);
     let extent = &s.sums[0].extent;
-    assert_eq!((extent.end, &extent.pages, extent.start), (End::Destination, &ids(&[31]), 0));
+    assert_eq!((extent.end, &extent.pages, extent.list.start), (End::Destination, &ids(&[31]), 0));
     assert_eq!((extent.tokens.clone(), extent.layers.clone(), extent.sample), (0..4, 0..2, false));
     (s, a)
 }

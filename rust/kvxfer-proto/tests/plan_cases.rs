@@ -3,7 +3,9 @@
 
 mod plan_support;
 
-use kvxfer_proto::layout::{DType, Kind, Order, PageLayout, Side};
+use kvxfer_proto::layout::{
+    CrossLayer, DType, Factors, Kind, LayerSplit, Order, PageLayout, Scales, Side, State, StateBlock,
+};
 use kvxfer_proto::plan::{Cursor, Piece, Request, Template, compatible, plan_all, sources};
 use plan_support::{Handoff, Table, layout, shard, side};
 use std::collections::BTreeSet;
@@ -80,12 +82,24 @@ fn case_4_mla() {
     let l = layout(1, 4, Order::Nhd, Kind::Latent);
     for rank in 0..2 {
         assert_eq!(two_pages(l, 1, l, rank, 2).check(u64::MAX, usize::MAX), 1);
-        let h = two_pages(l, 4, l, rank, 2);
-        assert_eq!(h.check(u64::MAX, usize::MAX), 1);
-        // The other three get null grants, so that they release too.
-        let owed = sources(&[l], 4, 1, &h.dst).expect("fits");
-        assert_eq!(owed.iter().filter(|o| o.is_none()).count(), 3);
     }
+    // Four pages of 32 tokens: two ranks write half of them each to either destination. The other two get null grants, so
+    // that they release too.
+    let l = layout(1, 32, Order::Nhd, Kind::Latent);
+    let mut bytes = [0; 4];
+    for rank in 0..2 {
+        let mut h = two_pages(l, 4, l, rank, 2);
+        h.src_table = Table::one(0, &[5, 2, 0, 7], 8);
+        h.dst_table = Table::one(0, &[3, 7, 1, 4], 8);
+        h.tokens = 0..128;
+        assert_eq!(h.check(u64::MAX, usize::MAX), 2);
+        let owed = sources(&[l], 4, 1, &h.dst).expect("fits");
+        assert_eq!(owed.iter().filter(|o| o.is_none()).count(), 2);
+        for (sum, index) in bytes.iter_mut().zip(0..) {
+            *sum += h.plan(index).expect("fits").iter().map(|p| p.len).sum::<u64>();
+        }
+    }
+    assert_eq!(bytes, [64 * 4 * 2; 4], "half the tokens of two layers each");
 }
 
 #[test]
@@ -134,6 +148,29 @@ fn case_6_heads_that_do_not_divide() {
 }
 
 #[test]
+fn case_7_scales() {
+    let scales = |dim, page_stride| Some(Scales { dim, dtype: DType::Float16, page_stride });
+    let from = PageLayout { scales: scales(1, Some(48)), ..layout(4, 4, Order::Hnd, Kind::Kv) };
+    let to =
+        PageLayout { scales: scales(1, None), page_stride: Some(80), ..layout(4, 4, Order::Nhd, Kind::Kv) };
+    let h = two_pages(from, 2, to, 0, 1);
+    assert_eq!(h.check(u64::MAX, usize::MAX), 2);
+    // K, V, and the scales of each: a region each, and all of them are written.
+    let regions: BTreeSet<u32> = h.plan(0).expect("fits").iter().map(|p| p.dst_region).collect();
+    assert_eq!(regions, (0..2 * 4).collect());
+
+    let refused =
+        |a: PageLayout, b: PageLayout| compatible(&side(a, 0, 1), &side(b, 0, 1)).expect_err("refused");
+    let factor = |k| PageLayout { factors: Some(Factors::new(k, 1.0)), ..from };
+    let e = refused(factor(0.5), factor(1.0));
+    assert_eq!((e.field, e.ours.as_str(), e.theirs.as_str()), ("k_scale", "0.5", "1"));
+    assert_eq!(compatible(&side(factor(1.0), 0, 1), &side(from, 0, 1)), Ok(()), "1.0 goes without saying");
+    assert_eq!(refused(factor(0.5), from).field, "k_scale");
+    assert_eq!(refused(from, PageLayout { scales: None, ..to }).field, "scales");
+    assert_eq!(refused(from, PageLayout { scales: scales(2, None), ..to }).field, "scales");
+}
+
+#[test]
 fn case_8_partial_prefix_hit() {
     let l = layout(2, 16, Order::Hnd, Kind::Kv);
     let mut h = two_pages(l, 1, l, 0, 1);
@@ -153,9 +190,9 @@ fn case_9_full_prefix_hit() {
         let template = Arc::new(Template::new(&both, &both).expect("fits"));
         let request = Request {
             src_pages: vec![[10, 11, 12, 13, 14].into()],
-            src_start: 0,
+            src_tokens: 0..80,
             dst_pages: vec![[].into()],
-            dst_start: tokens.start,
+            dst_tokens: tokens.clone(),
             tokens,
             layers: 0..2,
         };
@@ -201,14 +238,15 @@ fn case_21_descriptors() {
         dtype: DType::Bfloat16,
         order: Order::Hnd,
         kind: Kind::Kv,
+        ..PageLayout::PLAIN
     };
     let both = side(l, 0, 1);
     let pieces = |src: &[u32], dst: &[u32]| {
         let request = Request {
             src_pages: vec![src.into()],
-            src_start: 0,
+            src_tokens: 0..16 * src.len() as u64,
             dst_pages: vec![dst.into()],
-            dst_start: 0,
+            dst_tokens: 0..16 * src.len() as u64,
             tokens: 0..16 * src.len() as u64,
             layers: 0..80,
         };
@@ -236,9 +274,9 @@ fn case_22_big_offsets() {
     for (src, dst) in [(40_000, 39_999), (1 << 25, u32::MAX - 1)] {
         let request = Request {
             src_pages: vec![[src].into()],
-            src_start: 0,
+            src_tokens: 0..16,
             dst_pages: vec![[dst].into()],
-            dst_start: 0,
+            dst_tokens: 0..16,
             tokens: 0..16,
             layers: 0..1,
         };
@@ -278,6 +316,44 @@ fn replicas_share_the_work() {
         busy.extend(writers(&h));
     }
     assert_eq!(busy.len(), 2);
+}
+
+/// Every number of replicas on either side: each destination is written whole, and no source writes more than one block
+/// of tokens (of each destination) above another.
+#[test]
+fn replicas_write_equally_much() {
+    for (src_tp, dst_tp) in [(8, 1), (1, 8), (8, 2), (2, 8), (6, 4), (4, 6), (8, 3), (3, 1)] {
+        for (heads, kind) in [(1, Kind::Latent), (1, Kind::Kv)] {
+            let l = PageLayout { layers: 1, head_dim: 1, ..layout(heads, 16, Order::Hnd, kind) };
+            let pages: Vec<u32> = (0..128).collect();
+            let mut bytes = vec![0; src_tp as usize];
+            for rank in 0..dst_tp {
+                let mut h = two_pages(l, src_tp, l, rank, dst_tp);
+                (h.src_table, h.dst_table) = (Table::one(0, &pages, 128), Table::one(0, &pages, 128));
+                h.tokens = 5..2000;
+                h.layers = 0..1;
+                h.check(u64::MAX, usize::MAX);
+                for (sum, index) in bytes.iter_mut().zip(0..) {
+                    *sum += h.plan(index).expect("fits").iter().map(|p| p.len).sum::<u64>();
+                }
+            }
+            let (least, most) = (bytes.iter().min().expect("some"), bytes.iter().max().expect("some"));
+            let block = 64 * u64::from(kind.tensors());
+            assert!(most - least <= block * u64::from(dst_tp), "{src_tp} to {dst_tp}: {bytes:?}");
+        }
+    }
+}
+
+#[test]
+fn replicas_share_the_layers_of_a_state() {
+    let block = StateBlock { part: 0, units: 2, unit_bytes: 3, rows: 1 };
+    let l = PageLayout { layers: 8, kind: Kind::State, state: State::new(&[block]), ..PageLayout::PLAIN };
+    let mut h = two_pages(l, 8, l, 0, 1);
+    h.layers = 0..8;
+    (h.src_table.end, h.dst_table.end) = (2, 2);
+    assert_eq!(h.check(u64::MAX, usize::MAX), 8);
+    let owed = sources(&[l], 8, 1, &h.dst).expect("fits");
+    assert_eq!(owed.iter().flatten().map(|r| r.len()).collect::<Vec<_>>(), [2; 8]);
 }
 
 #[test]
@@ -325,9 +401,9 @@ fn requests_at_the_end_of_numbers_are_refused() {
     let both = side(l, 0, 1);
     let request = |start: u64, tokens, groups: usize| Request {
         src_pages: vec![[1].into(); groups],
-        src_start: start,
+        src_tokens: start..u64::MAX,
         dst_pages: vec![[1].into(); groups],
-        dst_start: start,
+        dst_tokens: start..u64::MAX,
         tokens,
         layers: 0..u32::MAX,
     };
@@ -352,8 +428,8 @@ fn a_group_with_other_heads_and_pages_goes_along() {
         src_tp: 2,
         src_pp: 3,
         dst: Side { groups, shard: shard(1, 4) },
-        src_table: Table { start: 0, pages: vec![vec![3, 1], vec![0, 5, 2, 7]], count: vec![8, 9] },
-        dst_table: Table { start: 0, pages: vec![vec![2, 6], vec![8, 1, 3, 0]], count: vec![7, 9] },
+        src_table: Table { start: 0, end: 7, pages: vec![vec![3, 1], vec![0, 5, 2, 7]], count: vec![8, 9] },
+        dst_table: Table { start: 0, end: 7, pages: vec![vec![2, 6], vec![8, 1, 3, 0]], count: vec![7, 9] },
         tokens: 1..7,
         layers: 0..3,
     };
@@ -361,4 +437,105 @@ fn a_group_with_other_heads_and_pages_goes_along() {
     let owed = sources(&h.src_groups, 2, 3, &h.dst).expect("fits");
     // Heads 2..4 are on tensor-parallel rank 0, the latent comes from rank 1; layers 2 + 3 over three stages.
     assert_eq!(owed, [Some(0..1), Some(0..1), Some(1..2), Some(1..2), None, Some(2..3)]);
+}
+
+#[test]
+fn what_cannot_be_done_is_refused_with_its_numbers() {
+    let l = layout(4, 4, Order::Hnd, Kind::Kv);
+    let block = |units| State::new(&[StateBlock { part: 0, units, unit_bytes: 4, rows: 1 }]);
+    let state = |units| PageLayout { kind: Kind::State, state: block(units), page_tokens: 1, ..l };
+    let window = |n| PageLayout { window: Some(n), ..l };
+    let split = |counts: &[u32]| PageLayout { split: LayerSplit::new(counts), ..l };
+    let cross = |layer_stride| PageLayout { cross: Some(CrossLayer { layer_stride }), ..l };
+    // A page of a rank's K takes 4 tokens x 4 heads x 4 bytes.
+    for (from, src_tp, to, dst_tp, words) in [
+        (
+            window(8),
+            1,
+            window(16),
+            1,
+            "window of group 0 differs: source has 8 tokens, destination has 16 tokens",
+        ),
+        (window(8), 1, l, 1, "destination has none"),
+        (state(4), 1, state(8), 1, "state block of group 0 differs: source has 4 units of 4 bytes in 1 rows"),
+        (state(6), 4, state(6), 1, "6 units of the state of group 0 cannot go from tp_size 4"),
+        (state(4), 1, l, 1, "kind of group 0 differs: source has state, destination has kv"),
+        (split(&[1, 1]), 1, l, 1, "source: group 0: pp_layers names 2 pipeline ranks, but pp_size is 1"),
+        (split(&[1, 2]), 1, l, 1, "source: group 0: pp_layers add up to 3, but the group has 2 layers"),
+        (
+            PageLayout { page_stride: Some(63), ..l },
+            1,
+            l,
+            1,
+            "page_stride_bytes is 63, but a page of part k takes 64",
+        ),
+        (l, 1, PageLayout { page_stride: Some(63), ..l }, 2, ""),
+        (
+            l,
+            1,
+            cross(Some(40)),
+            1,
+            "destination: group 0: layer_stride_bytes is 40, but a layer's page of part k takes 64",
+        ),
+        (PageLayout { dtype: DType::Uint4, head_dim: 3, ..l }, 1, l, 1, "head_dim"),
+    ] {
+        let fits = compatible(&side(from, 0, src_tp), &side(to, 0, dst_tp));
+        assert_eq!(fits.is_ok(), words.is_empty(), "{words}");
+        if let Err(e) = fits {
+            assert!(e.text.contains(words), "{e}");
+        }
+    }
+}
+
+/// The directory shows the first rank's layout, whose pages may be smaller than another's.
+#[test]
+fn what_ranks_owe_does_not_depend_on_their_strides() {
+    let l = PageLayout {
+        layers: 3,
+        split: LayerSplit::new(&[1, 2]),
+        cross: Some(CrossLayer { layer_stride: None }),
+        page_stride: Some(64),
+        ..layout(4, 4, Order::Hnd, Kind::Kv)
+    };
+    let dst = side(PageLayout { split: None, cross: None, ..l }, 0, 1);
+    assert_eq!(sources(&[l], 1, 2, &dst), Ok(vec![Some(0..1), Some(1..3)]));
+}
+
+/// All layers of both sides in one page, alike: a page is one write, and contiguous ones together.
+#[test]
+fn pages_of_all_layers_are_one_write() {
+    let l = PageLayout {
+        cross: Some(CrossLayer { layer_stride: None }),
+        layers: 8,
+        ..layout(4, 4, Order::Hnd, Kind::Fused)
+    };
+    let mut h = two_pages(l, 1, l, 0, 1);
+    h.layers = 0..8;
+    assert_eq!(h.check(u64::MAX, usize::MAX), 1);
+    assert_eq!(h.plan(0).expect("fits").len(), 2);
+    h.dst_table = Table::one(0, &[3, 4], 8);
+    h.src_table = Table::one(0, &[5, 6], 8);
+    assert_eq!(h.plan(0).expect("fits").len(), 1);
+    h.layers = 2..5;
+    h.check(u64::MAX, usize::MAX);
+    assert_eq!(h.plan(0).expect("fits").len(), 2);
+}
+
+/// A state whose bytes are all on one rank of each side is one write a region, with all its blocks.
+#[test]
+fn a_state_that_nobody_cuts_is_one_write() {
+    let block = |units, rows| StateBlock { part: 0, units, unit_bytes: 4, rows };
+    let blocks = [block(8, 3), block(2, 3), block(2, 3), block(8, 1)];
+    let l = PageLayout { layers: 2, kind: Kind::State, state: State::new(&blocks), ..PageLayout::PLAIN };
+    for (tp, writes) in [(1, 2), (2, 2)] {
+        let mut h = two_pages(l, tp, l, 0, tp);
+        (h.src_table.end, h.dst_table.end, h.tokens) = (9, 9, 0..9);
+        h.check(u64::MAX, usize::MAX);
+        assert_eq!(h.plan(0).expect("fits").len(), writes);
+    }
+    // Cut apart: three rows of x, of B and C together or apart, and the rest.
+    let mut h = two_pages(l, 2, l, 0, 1);
+    (h.src_table.end, h.dst_table.end, h.tokens) = (9, 9, 0..9);
+    h.check(u64::MAX, usize::MAX);
+    assert_eq!(h.plan(0).expect("fits").len(), 2 * (3 * 3 + 1));
 }

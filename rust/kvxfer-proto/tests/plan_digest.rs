@@ -32,7 +32,8 @@ fn extent(handoff: &Handoff, end: End, sample: bool) -> Extent {
     Extent {
         end,
         pages: table.arcs(),
-        start: table.start,
+        list: table.start..table.end,
+        room: handoff.dst_table.start..handoff.dst_table.end,
         tokens: handoff.tokens.clone(),
         layers: handoff.layers.clone(),
         sample,
@@ -106,6 +107,8 @@ proptest! {
             let mut dst = noise(&handoff.dst, &handoff.dst_table, !seed);
             let pieces = handoff.plan(index).expect("fits");
             apply(&pieces, &src, &mut dst);
+            let full = rows(&handoff, index, End::Destination, false);
+            let cell = full.iter().map(|r| r.cell).max().unwrap_or(0);
             for sample in [false, true] {
                 let ours = sum(&handoff, index, End::Source, sample, &src);
                 prop_assert_eq!(ours, sum(&handoff, index, End::Destination, sample, &dst));
@@ -113,7 +116,6 @@ proptest! {
                     let mut sliced = digest(&handoff, index, end, sample);
                     while !sliced.is_done() {
                         let Ok(n) = sliced.step(max_bytes, max_cells, read(memory));
-                        let cell = handoff.src_groups.iter().map(PageLayout::row_bytes).max().unwrap();
                         prop_assert!(n <= max_bytes.max(cell));
                     }
                     prop_assert_eq!(sliced.value(), ours);
@@ -121,7 +123,6 @@ proptest! {
             }
 
             // The rows are the pieces' bytes, each once.
-            let full = rows(&handoff, index, End::Destination, false);
             let covered = bytes(&full);
             prop_assert_eq!(covered.len() as u64, full.iter().map(Run::len).sum::<u64>());
             let moved: BTreeSet<(u32, u64)> = pieces
@@ -169,7 +170,7 @@ proptest! {
                 match drop {
                     0 => bad.pages.iter_mut().for_each(|list| *list = Arc::from([])),
                     1 => pages.fill(0),
-                    _ => bad.start = bad.tokens.end + 1,
+                    _ => bad.list = bad.tokens.end + 1..bad.tokens.end + 1,
                 }
                 prop_assert_eq!(Rows::new(template(&handoff, index), bad, &pages).is_err(), moves);
             }
@@ -187,6 +188,7 @@ fn plain() -> Handoff {
         dtype: DType::Bfloat16,
         order,
         kind,
+        ..PageLayout::PLAIN
     };
     Handoff {
         src_groups: vec![layout(16, Order::Hnd, Kind::Kv)],
@@ -266,6 +268,7 @@ fn long_rows_are_summed_in_cells() {
         dtype: DType::Float32,
         order,
         kind: Kind::Kv,
+        ..PageLayout::PLAIN
     };
     let handoff = Handoff {
         src_groups: vec![wide(Order::Nhd)],

@@ -7,7 +7,7 @@ use plan_support::draw::handoff;
 use proptest::prelude::*;
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 768, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 3072, ..ProptestConfig::default() })]
 
     #[test]
     fn every_destination_byte_is_written_once_and_right(
@@ -21,7 +21,10 @@ proptest! {
     #[test]
     fn ascending_pages_take_the_fewest_pieces(handoff in handoff(true)) {
         for index in 0..handoff.src_tp * handoff.src_pp {
-            prop_assert_eq!(handoff.plan(index).expect("fits").len(), handoff.fewest(index));
+            let (pieces, fewest) = (handoff.plan(index).expect("fits").len(), handoff.fewest(index));
+            // The blocks of a state are joined all or none.
+            let state = handoff.src_groups.iter().any(|g| g.state.is_some());
+            prop_assert!(pieces == fewest || state && pieces > fewest, "{pieces} pieces, {fewest} would do");
         }
     }
 

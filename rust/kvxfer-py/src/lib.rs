@@ -4,6 +4,7 @@
 
 mod agent;
 mod args;
+mod bench;
 mod doctor;
 mod errors;
 mod event;
@@ -55,6 +56,7 @@ fn _kvxfer(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(new_room, m)?)?;
     m.add_function(wrap_pyfunction!(plan::plan_transfer, m)?)?;
     m.add_function(wrap_pyfunction!(simulate::simulate, m)?)?;
+    m.add_function(wrap_pyfunction!(bench::_bench_plan, m)?)?;
     m.add_function(wrap_pyfunction!(_after_fork_in_child, m)?)?;
     doctor::register(m)?;
     Ok(())

@@ -44,8 +44,8 @@ impl Plan {
         self.bytes
     }
 
-    /// The source rank's regions, as tuples `(group, layer, part)`; part is `"k"`, `"v"`, `"kv"` or
-    /// `"latent"`.
+    /// The source rank's regions, as tuples `(group, layer, part)`; the layer is the rank's first where its layers
+    /// share pages, and part is one of the layout's `parts`.
     #[getter]
     fn src_regions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         regions(py, &self.src)
@@ -68,14 +68,12 @@ impl Plan {
 
 /// Names of a side's regions in the order in which they are numbered.
 fn regions<'py>(py: Python<'py>, side: &Side) -> PyResult<Bound<'py, PyTuple>> {
-    let mut out = Vec::new();
-    for (g, layout) in side.groups.iter().enumerate() {
-        for layer in side.shard.layers(layout) {
-            for part in 0..layout.parts() {
-                out.push((g, layer, layout.parts_label(part)));
-            }
-        }
-    }
+    let regions = side.regions(&vec![0; side.groups.len()]).map_err(|e| errors::bad(py, e.to_string()))?;
+    let label = |group: u32, part| {
+        let layout = usize::try_from(group).ok().and_then(|g| side.groups.get(g));
+        layout.map_or("", |layout| layout.parts_label(part))
+    };
+    let out: Vec<_> = regions.iter().map(|r| (r.group, r.layer, label(r.group, r.part))).collect();
     PyTuple::new(py, out)
 }
 
@@ -86,7 +84,9 @@ fn regions<'py>(py: Python<'py>, side: &Side) -> PyResult<Bound<'py, PyTuple>> {
 /// `dst_pages` hold page ids (list, numpy or torch CPU array of integers; one list a group): the first source
 /// page holds token `src_start`, by default 0, and the first destination page token `dst_start`, by default
 /// `start`, for decode grants pages only for what it has not cached. `layers` is a range or a pair `(first,
-/// end)` in the model's numbering, by default all. `src_page_count` and `dst_page_count` are the pages that
+/// end)` in the model's numbering, by default all. Where a group holds only the last tokens, `end` is the end
+/// of the room (by default of `tokens`), and its lists begin with what is held at the end of `tokens` in the
+/// source's pages, and at `end` in the destination's. `src_page_count` and `dst_page_count` are the pages that
 /// each side has in each group (an int, or a list of them), by default the largest id + 1.
 ///
 /// Raises `LayoutMismatch` if the sides do not fit, naming the field; `PageError` for an id that is no
@@ -101,9 +101,9 @@ fn regions<'py>(py: Python<'py>, side: &Side) -> PyResult<Bound<'py, PyTuple>> {
 /// (4, 16384, [53248, 57344, 53248, 57344], [28672, 36864, 28672, 36864])
 #[pyfunction]
 #[pyo3(signature = (src, dst, *, src_pages, dst_pages, tokens, start=Count(0), src_start=Count(0),
-                    dst_start=None, layers=None, src_page_count=None, dst_page_count=None),
+                    dst_start=None, end=None, layers=None, src_page_count=None, dst_page_count=None),
        text_signature = "(src, dst, *, src_pages, dst_pages, tokens, start=0, src_start=0, dst_start=None, \
-                         layers=None, src_page_count=None, dst_page_count=None)")]
+                         end=None, layers=None, src_page_count=None, dst_page_count=None)")]
 #[expect(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "they are keywords in Python")]
 pub(crate) fn plan_transfer(
     py: Python<'_>,
@@ -115,6 +115,7 @@ pub(crate) fn plan_transfer(
     start: Count,
     src_start: Count,
     dst_start: Option<Count>,
+    end: Option<Count>,
     layers: Option<Layers>,
     src_page_count: Option<&Bound<'_, PyAny>>,
     dst_page_count: Option<&Bound<'_, PyAny>>,
@@ -132,15 +133,19 @@ pub(crate) fn plan_transfer(
             return Err(errors::raise(py, "PageError", text));
         }
     }
-    let Some(end) = start.0.checked_add(tokens.0) else {
+    let Some(tokens_end) = start.0.checked_add(tokens.0) else {
         return Err(errors::bad(py, format!("start {} and tokens {} are too large", start.0, tokens.0)));
     };
+    if let Some(end) = end.filter(|end| end.0 < tokens_end) {
+        let text = format!("end is {}, before the end of the tokens, {tokens_end}", end.0);
+        return Err(errors::bad(py, text));
+    }
     let request = Request {
         src_pages,
-        src_start: src_start.0,
+        src_tokens: src_start.0..tokens_end,
         dst_pages,
-        dst_start: dst_start.unwrap_or(start).0,
-        tokens: start.0..end,
+        dst_tokens: dst_start.unwrap_or(start).0..end.map_or(tokens_end, |end| end.0),
+        tokens: start.0..tokens_end,
         layers: layers.map_or(0..u32::MAX, |Layers(first, end)| first..end),
     };
     let (words, len, bytes) = py

@@ -359,6 +359,7 @@ fn side(rank: u32, ranks: usize) -> Side {
         dtype: DType::Uint8,
         order: Order::Hnd,
         kind: Kind::Latent,
+        ..PageLayout::PLAIN
     };
     let pp_size = if rank == u32::MAX { 1 } else { layers };
     let pp_rank = if rank == u32::MAX { 0 } else { rank };

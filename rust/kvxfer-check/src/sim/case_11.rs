@@ -30,6 +30,7 @@ fn world(mover: Mover, data_us: (u64, u64)) -> World<'static> {
         dtype: DType::Uint8,
         order: Order::Hnd,
         kind: Kind::Kv,
+        ..PageLayout::PLAIN
     };
     let side = || (vec![layout], vec![(1, 1)]);
     let plan = Plan {

@@ -209,6 +209,7 @@ mod tests {
                 dtype: DType::Uint8,
                 order,
                 kind,
+                ..PageLayout::PLAIN
             };
             let one = Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 };
             let src = Side { groups: vec![layout(from, Order::Nhd, 8)], shard: one };
@@ -227,9 +228,9 @@ mod tests {
             }
             let request = Request {
                 src_pages: vec![s_pages[..].into()],
-                src_start: 3,
+                src_tokens: 3..13,
                 dst_pages: vec![d_pages[..].into()],
-                dst_start: 3,
+                dst_tokens: 3..13,
                 tokens: 3..13,
                 layers: 0..3,
             };

@@ -61,6 +61,7 @@ impl Plan {
                 dtype: DType::Uint8,
                 order: pick(rng, &[Order::Hnd, Order::Nhd]),
                 kind: pick(rng, &[Kind::Kv, Kind::Fused]),
+                ..PageLayout::PLAIN
             };
             let mut groups = vec![base];
             if latent {

@@ -34,6 +34,7 @@ pub fn side(tp_rank: u32, tp_size: u32) -> Side {
         dtype: DType::Bfloat16,
         order: Order::Hnd,
         kind: Kind::Kv,
+        ..PageLayout::PLAIN
     };
     Side { groups: vec![layout], shard: Shard { tp_rank, tp_size, pp_rank: 0, pp_size: 1 } }
 }

@@ -7,7 +7,7 @@ use super::coverage::{CoverError, Coverage};
 use super::parts::Progress;
 use super::sources::SourceRank;
 use super::types::{Delivery, DeliveryEnd, DeliveryId, EventKind, Expect, Mover, Source, Stage};
-use super::{Action, DeliveryFor, Node, PeerKey, Timer, patience};
+use super::{Action, DeliveryFor, Node, PeerKey, Timer, enough_pages, patience};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{PushId, Room, Seq, Time};
 use crate::msg::{Copied, Done, Grant, Msg, Owed, Ready, Retract, Verify};
@@ -181,19 +181,7 @@ impl Node {
             return Err(reason);
         }
         for (g, (layout, list)) in self.side.groups.iter().zip(&e.pages).enumerate() {
-            let size = u64::from(layout.page_tokens);
-            let need = (e.tokens.0 % size + (e.tokens.1.saturating_sub(e.tokens.0))).div_ceil(size);
-            if e.tokens.1 > e.tokens.0 && (list.len() as u64) < need {
-                return Err(Reason::new(
-                    ReasonKind::PageError,
-                    format!(
-                        "room {room}: tokens {} to {} need {need} pages of {size} tokens in group {g}, but {} were given",
-                        e.tokens.0,
-                        e.tokens.1,
-                        list.len()
-                    ),
-                ));
-            }
+            enough_pages(room, g, layout, list.len(), e.tokens)?;
         }
         self.check_odd_page(room, e.odd_page)?;
         self.book.grant(room, &e.pages)
@@ -394,9 +382,9 @@ impl Node {
                 push: m.push,
                 request: Request {
                     src_pages: m.pages,
-                    src_start: m.pages_start,
+                    src_tokens: m.pages_start..m.pages_end.unwrap_or(m.span.tokens.1),
                     dst_pages: r.pages.clone(),
-                    dst_start: r.tokens.0,
+                    dst_tokens: r.tokens.0..r.tokens.1,
                     tokens: m.span.tokens.0..m.span.tokens.1,
                     layers: m.span.layers.0..m.span.layers.1,
                 },

@@ -414,6 +414,31 @@ fn pages_needed(size: u64, first: u64, end: u64) -> u64 {
     (first % size).saturating_add(end.saturating_sub(first)).div_ceil(size)
 }
 
+/// Whether a list has the pages of all tokens that its group holds of these.
+fn enough_pages(
+    room: Room,
+    group: usize,
+    layout: &crate::layout::PageLayout,
+    pages: usize,
+    tokens: (u64, u64),
+) -> Result<(), Reason> {
+    let (size, held) = (u64::from(layout.page_tokens), layout.held(tokens.0..tokens.1));
+    let need = pages_needed(size, held.start, held.end);
+    if held.is_empty() || pages as u64 >= need {
+        return Ok(());
+    }
+    let of = if held.start > tokens.0 {
+        format!(", of which it holds the last {}", held.end - held.start)
+    } else {
+        String::new()
+    };
+    let text = format!(
+        "room {room}: tokens {} to {} need {need} pages of {size} tokens in group {group}{of}, but {pages} were given",
+        tokens.0, tokens.1
+    );
+    Err(Reason::new(ReasonKind::PageError, text))
+}
+
 /// The driver's own mistake.
 fn unasked_sum(room: Room) -> Reason {
     Reason::new(ReasonKind::Internal, format!("room {room}: a sum came that was not asked for"))

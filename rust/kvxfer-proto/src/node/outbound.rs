@@ -372,13 +372,13 @@ impl Node {
                 dest.parts.insert(*id, Part::Done);
                 continue;
             };
-            begun.push((*id, span, p.order.pages.clone(), p.order.tokens.0));
+            begun.push((*id, span, p.order.pages.clone(), p.order.tokens));
         }
         let moving = !begun.is_empty();
-        let (seq, dst_pages, dst_start) = (dest.seq, dest.pages.clone(), dest.tokens.0);
+        let (seq, dst_pages, dst_tokens) = (dest.seq, dest.pages.clone(), dest.tokens.0..dest.tokens.1);
         let mut too_early = Vec::new();
-        let sizes: Vec<u64> = self.side.groups.iter().map(|g| u64::from(g.page_tokens)).collect();
-        for (push, span, pages, pages_start) in begun {
+        let groups = self.side.groups.clone();
+        for (push, span, pages, pushed) in begun {
             let part = match mover {
                 Mover::Sender => {
                     let id = self.next_delivery(DeliveryFor::Outbound(room, key, push));
@@ -389,9 +389,9 @@ impl Node {
                         push,
                         request: Request {
                             src_pages: pages,
-                            src_start: pages_start,
+                            src_tokens: pushed.0..pushed.1,
                             dst_pages: dst_pages.clone(),
-                            dst_start,
+                            dst_tokens: dst_tokens.clone(),
                             tokens: span.tokens.0..span.tokens.1,
                             layers: span.layers.0..span.layers.1,
                         },
@@ -403,11 +403,16 @@ impl Node {
                 }
                 Mover::Receiver => {
                     // The engine may have given more than the piece needs.
-                    let pages = pages.iter().zip(&sizes);
-                    let pages =
-                        pages.map(|(list, size)| cut(list, pages_needed(*size, pages_start, span.tokens.1)));
+                    let pages = pages.iter().zip(&groups).map(|(list, layout)| {
+                        let first = layout.held(pushed.0..pushed.1).start;
+                        cut(list, pages_needed(layout.page_tokens.into(), first, span.tokens.1))
+                    });
                     let pages = pages.collect();
-                    self.queue(now, key, Msg::Ready(Ready { room, seq, push, span, pages_start, pages }));
+                    let partial = groups.iter().any(|g| g.last_tokens().is_some());
+                    let pages_end = partial.then_some(pushed.1);
+                    let pages_start = pushed.0;
+                    let ready = Ready { room, seq, push, span, pages_start, pages, pages_end };
+                    self.queue(now, key, Msg::Ready(ready));
                     Part::Offered
                 }
             };

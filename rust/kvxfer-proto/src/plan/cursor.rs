@@ -8,18 +8,19 @@ use std::sync::Arc;
 
 /// What to move: tokens and layers, and the page lists of both sides.
 ///
-/// `start` need not be a multiple of the page size: then the first page holds `start` at its slot
-/// `start % page_tokens`, and the tokens before it are not touched.
+/// A list's first token need not be a multiple of the page size: then its first page holds it at its slot
+/// `token % page_tokens`, and the tokens before it are not touched. Where a group holds only the last tokens, its list begins
+/// with the page of the first token that is still held at the end of the list's range.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Request {
-    /// Source page list of each group; `src_pages[g][0]` holds token `src_start`.
+    /// Source page list of each group.
     pub src_pages: Vec<Arc<[u32]>>,
-    /// First token of the source page lists.
-    pub src_start: u64,
-    /// Destination page list of each group; `dst_pages[g][0]` holds token `dst_start`.
+    /// The tokens that the source page lists hold; the end matters only where a group holds the last ones.
+    pub src_tokens: Range<u64>,
+    /// Destination page list of each group.
     pub dst_pages: Vec<Arc<[u32]>>,
-    /// First token of the destination page lists.
-    pub dst_start: u64,
+    /// The tokens that the destination page lists hold: its end is the room's.
+    pub dst_tokens: Range<u64>,
     /// Tokens to move.
     pub tokens: Range<u64>,
     /// Layers to move, at most; what the template does not hold is left out.
@@ -29,8 +30,9 @@ pub struct Request {
 /// One group's share of a push.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 struct Work {
-    /// Index of the group in the template.
-    group: usize,
+    /// Index of the strand in the template.
+    strand: usize,
+    /// Layers to go through; one stands for all that move as an axis.
     layers: Range<u32>,
     segments: Segments,
 }
@@ -42,7 +44,7 @@ struct Place {
     layer: u32,
     lane: u32,
     segment: usize,
-    turns: [u64; 3],
+    turns: [u64; 4],
     given: u64,
 }
 
@@ -52,6 +54,7 @@ pub struct Cursor {
     template: Arc<Template>,
     works: Arc<[Work]>,
     total: u64,
+    runs: u64,
     at: Place,
 }
 
@@ -68,8 +71,8 @@ impl Cursor {
         src_page_count: &[u32],
         dst_page_count: &[u32],
     ) -> Result<Self, LayoutError> {
-        let Request { src_pages, src_start, dst_pages, dst_start, tokens, layers } = request;
-        let groups = template.groups.len();
+        let Request { src_pages, src_tokens, dst_pages, dst_tokens, tokens, layers } = request;
+        let groups = template.groups;
         for (name, n) in [
             ("source page lists", src_pages.len()),
             ("destination page lists", dst_pages.len()),
@@ -84,31 +87,46 @@ impl Cursor {
             return Err(LayoutError(format!("tokens {tokens:?} or layers {layers:?} end before they start")));
         }
         let mut works = Vec::new();
-        let mut total = Some(0_u64);
-        let lists = src_pages.iter().zip(&dst_pages).zip(src_page_count.iter().zip(dst_page_count));
-        for (g, (group, ((from, to), (&src_count, &dst_count)))) in
-            template.groups.iter().zip(lists).enumerate()
-        {
-            let Some(group) = group else { continue };
-            let layers = super::pair::intersect(&group.layers, &layers);
-            if layers.is_empty() || tokens.is_empty() {
+        let (mut total, mut runs) = (Some(0_u64), 0_u64);
+        for (index, strand) in template.strands.iter().enumerate() {
+            let g = strand.group;
+            let layers = super::pair::intersect(&strand.layers, &layers);
+            let held = strand.held(&tokens, &dst_tokens);
+            if layers.is_empty() || held.is_empty() {
                 continue;
             }
-            let src = PageList { side: "source", group: g, pages: from, start: src_start, count: src_count };
-            let dst =
-                PageList { side: "destination", group: g, pages: to, start: dst_start, count: dst_count };
-            let segments = segments(group, &src, &dst, &tokens)?;
-            // At most 4096 layers, 2 tensors and 2^31 bytes a token: only the tokens can make it too much.
-            let token_bytes =
-                layers.len() as u64 * u64::from(group.lanes) * group.halves * group.heads * group.row;
-            let bytes = token_bytes.checked_mul(tokens.end - tokens.start);
+            let list = |side, pages: &'_ [Arc<[u32]>], counts: &[u32]| {
+                Some((side, pages.get(g)?.clone(), *counts.get(g)?))
+            };
+            let (Some(src), Some(dst)) =
+                (list("source", &src_pages, src_page_count), list("destination", &dst_pages, dst_page_count))
+            else {
+                continue;
+            };
+            let src = PageList { side: src.0, group: g, pages: &src.1, tokens: &src_tokens, count: src.2 };
+            let dst = PageList { side: dst.0, group: g, pages: &dst.1, tokens: &dst_tokens, count: dst.2 };
+            let count = layers.len() as u64;
+            let fold = if strand.fold { count } else { 1 };
+            let segments = segments(strand, &src, &dst, strand.share.tokens(held.clone()), fold)?;
+            let through = if strand.fold { layers.start..layers.start + 1 } else { layers };
+            runs = runs.saturating_add(segments.runs * through.len() as u64 * u64::from(strand.lanes));
+            // At most 4096 layers of 2^31 bytes a token: only the tokens can make it too much.
+            let token_bytes = count * u64::from(strand.lanes) * strand.halves * strand.heads * strand.row;
+            let bytes = token_bytes.checked_mul(strand.share.count(held));
             total = total.zip(bytes).and_then(|(a, b)| a.checked_add(b));
-            works.push(Work { group: g, layers, segments });
+            works.push(Work { strand: index, layers: through, segments });
         }
         let total = total
             .ok_or_else(|| LayoutError(format!("tokens {tokens:?} are more than 2^64 bytes; split them")))?;
+        works.retain(|w| !w.segments.list.is_empty());
         let at = Place { layer: works.first().map_or(0, |w| w.layers.start), ..Place::default() };
-        Ok(Self { template, works: works.into(), total, at })
+        Ok(Self { template, works: works.into(), total, runs, at })
+    }
+
+    /// Runs of the whole push before neighbouring ones are joined: each lies within one page on both sides.
+    #[must_use]
+    pub const fn runs(&self) -> u64 {
+        self.runs
     }
 
     /// Bytes of the whole push, given already or not.
@@ -136,11 +154,11 @@ impl Cursor {
         let mut sink = Sink::new(out, max_bytes, max_pieces);
         let Self { template, works, at, .. } = self;
         while let Some(work) = works.get(at.work) {
-            if let Some(Some(group)) = template.groups.get(work.group) {
+            if let Some(strand) = template.strands.get(work.strand) {
                 while at.layer < work.layers.end {
-                    while at.lane < group.lanes {
+                    while at.lane < strand.lanes {
                         let (src, dst) =
-                            (group.src.tensor(at.layer, at.lane), group.dst.tensor(at.layer, at.lane));
+                            (strand.src.tensor(at.layer, at.lane), strand.dst.tensor(at.layer, at.lane));
                         if !lane(&work.segments, at, &mut sink, src, dst) {
                             return true;
                         }
@@ -185,31 +203,35 @@ fn lane(work: &Segments, at: &mut Place, sink: &mut Sink<'_>, src: (u32, u64), d
 /// The rest of one segment's runs. False if the sink is full.
 #[inline]
 fn runs(shape: &Shape, segment: &Segment, at: &mut Place, sink: &mut Sink<'_>, base: Piece) -> bool {
-    let [inner, middle, outer] = shape;
-    let Place { turns: [x, y, z], given, .. } = at;
-    while *z < outer.count {
-        while *y < middle.count {
-            let src_off = base.src_off + *y * middle.src + *z * outer.src;
-            let dst_off = base.dst_off + *y * middle.dst + *z * outer.dst;
-            while *x < inner.count {
-                let run = Piece {
-                    src_off: src_off + *x * inner.src,
-                    dst_off: dst_off + *x * inner.dst,
-                    len: segment.len,
-                    ..base
-                };
-                if !sink.run(run, given) {
-                    return false;
+    let [inner, middle, outer, outermost] = shape;
+    let Place { turns: [x, y, z, w], given, .. } = at;
+    while *w < outermost.count {
+        while *z < outer.count {
+            while *y < middle.count {
+                let src_off = base.src_off + *y * middle.src + *z * outer.src + *w * outermost.src;
+                let dst_off = base.dst_off + *y * middle.dst + *z * outer.dst + *w * outermost.dst;
+                while *x < inner.count {
+                    let run = Piece {
+                        src_off: src_off + *x * inner.src,
+                        dst_off: dst_off + *x * inner.dst,
+                        len: segment.len,
+                        ..base
+                    };
+                    if !sink.run(run, given) {
+                        return false;
+                    }
+                    *x += 1;
                 }
-                *x += 1;
+                *x = 0;
+                *y += 1;
             }
-            *x = 0;
-            *y += 1;
+            *y = 0;
+            *z += 1;
         }
-        *y = 0;
-        *z += 1;
+        *z = 0;
+        *w += 1;
     }
-    *z = 0;
+    *w = 0;
     true
 }
 

@@ -1,6 +1,7 @@
 //! Whether two sides fit, and who writes what.
 
-use crate::layout::{Kind, LayoutError, PageLayout, Shard, Side};
+use super::Template;
+use crate::layout::{Factors, Kind, LayoutError, PageLayout, Scales, Shard, Side, StateBlock};
 use std::fmt;
 use std::ops::Range;
 
@@ -39,8 +40,8 @@ impl Mismatch {
     }
 }
 
-/// Whether `src` and `dst` can hand off to each other. Axis order, page size, K/V apart or fused, and parallel
-/// sizes may differ, as long as the heads can be split on both sides.
+/// Whether `src` and `dst` can hand off to each other. Axis order, page size, strides, K/V apart, fused or packed, and
+/// parallel sizes may differ, as long as the heads can be split on both sides.
 ///
 /// # Errors
 /// Names the field that differs and both values.
@@ -54,37 +55,26 @@ pub fn compatible(src: &Side, dst: &Side) -> Result<(), Mismatch> {
         ));
     }
     for (g, (a, b)) in src.groups.iter().zip(&dst.groups).enumerate() {
-        let differ = |field, x: &dyn fmt::Display, y: &dyn fmt::Display| {
-            Err(Mismatch::new(field, Some(g), x.to_string(), y.to_string()))
-        };
-        if (a.kind == Kind::Latent) != (b.kind == Kind::Latent) {
-            return differ("kind", &a.kind.name(), &b.kind.name());
-        }
-        if a.layers != b.layers {
-            return differ("layers", &a.layers, &b.layers);
-        }
-        if a.heads() != b.heads() {
-            return differ("kv_heads", &a.heads(), &b.heads());
-        }
-        if a.head_dim != b.head_dim {
-            return differ("head_dim", &a.head_dim, &b.head_dim);
-        }
-        if a.dtype != b.dtype {
-            return differ("dtype", &a.dtype.name(), &b.dtype.name());
-        }
-        for shard in [&src.shard, &dst.shard] {
-            let (tp, heads) = (shard.tp_size, a.heads());
-            if tp > 0 && a.kind != Kind::Latent && heads % tp != 0 && (heads == 0 || tp % heads != 0) {
-                let (ours, theirs) = (src.shard.tp_size, dst.shard.tp_size);
-                return Err(Mismatch {
-                    field: "tp_size",
-                    ours: ours.to_string(),
-                    theirs: theirs.to_string(),
-                    text: format!(
-                        "{heads} kv_heads of group {g} cannot go from tp_size {ours} (source) to tp_size {theirs} \
-                         (destination): {heads} heads cannot be split over {tp} ranks; one number must divide the other"
-                    ),
-                });
+        same_model(g, a, b)?;
+        let blocks =
+            a.state.iter().flat_map(|s| s.blocks()).map(|b| (b.units, "units of the state", "units"));
+        let heads =
+            (!matches!(a.kind, Kind::Latent | Kind::State)).then_some((a.kv_heads, "kv_heads", "heads"));
+        for (heads, name, short) in heads.into_iter().chain(blocks) {
+            for tp in [src.shard.tp_size, dst.shard.tp_size] {
+                if tp > 0 && heads % tp != 0 && (heads == 0 || tp % heads != 0) {
+                    let (ours, theirs) = (src.shard.tp_size, dst.shard.tp_size);
+                    return Err(Mismatch {
+                        field: "tp_size",
+                        ours: ours.to_string(),
+                        theirs: theirs.to_string(),
+                        text: format!(
+                            "{heads} {name} of group {g} cannot go from tp_size {ours} (source) to tp_size {theirs} \
+                             (destination): {heads} {short} cannot be split over {tp} ranks; one number must divide the other: \
+                             choose a tp_size that divides {heads} or is a multiple of it"
+                        ),
+                    });
+                }
             }
         }
     }
@@ -97,12 +87,136 @@ pub fn compatible(src: &Side, dst: &Side) -> Result<(), Mismatch> {
     Ok(())
 }
 
-/// Whether `src` is the rank, among those that hold the same heads of this group, that writes to `dst`.
-///
-/// The replica is chosen by destination rank, so that several destinations keep all replicas busy.
-pub(super) fn writes(layout: &PageLayout, src: &Shard, dst: &Shard) -> bool {
-    let replicas = src.tp_size / layout.heads().min(src.tp_size).max(1);
-    replicas <= 1 || src.tp_rank % replicas == dst.tp_rank.wrapping_add(dst.pp_rank) % replicas
+/// What both sides must have alike in a group.
+fn same_model(g: usize, a: &PageLayout, b: &PageLayout) -> Result<(), Mismatch> {
+    let of =
+        |field, x: String, y: String| if x == y { Ok(()) } else { Err(Mismatch::new(field, Some(g), x, y)) };
+    let alone = |k: Kind| matches!(k, Kind::Latent | Kind::State);
+    if alone(a.kind) || alone(b.kind) {
+        of("kind", a.kind.name().into(), b.kind.name().into())?;
+    }
+    of("layers", a.layers.to_string(), b.layers.to_string())?;
+    if let (Some(x), Some(y)) = (&a.state, &b.state) {
+        of("state blocks", x.blocks().len().to_string(), y.blocks().len().to_string())?;
+        for (x, y) in x.blocks().iter().zip(y.blocks()) {
+            let text =
+                |b: &StateBlock| format!("{} units of {} bytes in {} rows", b.units, b.unit_bytes, b.rows);
+            of("state block", text(x), text(y))?;
+        }
+        return Ok(());
+    }
+    of("kv_heads", a.heads().to_string(), b.heads().to_string())?;
+    of("head_dim", a.head_dim.to_string(), b.head_dim.to_string())?;
+    of("dtype", a.dtype.name().into(), b.dtype.name().into())?;
+    let tokens = |w: Option<u64>| w.map_or_else(|| "none".to_owned(), |n| format!("{n} tokens"));
+    of("window", tokens(a.window), tokens(b.window))?;
+    let scales = |s: Option<Scales>| {
+        s.map_or_else(|| "none".to_owned(), |s| format!("{} {} a token and head", s.dim, s.dtype.name()))
+    };
+    of("scales", scales(a.scales), scales(b.scales))?;
+    let factors = |l: &PageLayout| l.factors.unwrap_or(Factors::new(1.0, 1.0));
+    let (x, y) = (factors(a), factors(b));
+    of("k_scale", x.k().to_string(), y.k().to_string())?;
+    of("v_scale", x.v().to_string(), y.v().to_string())
+}
+
+/// The part of a strand's bytes that one of several source ranks that hold them writes to one destination rank.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(super) struct Share {
+    /// Which part, and of how many.
+    index: u64,
+    parts: u64,
+    /// Tokens that stay together.
+    quantum: u64,
+}
+
+/// Tokens that stay together at least: a part of a long prompt is hardly larger than another, and runs stay long.
+const QUANTUM: u64 = 64;
+
+impl Share {
+    /// Of `units` heads in `pages` tokens a page on each side. `None` if other ranks write all of it.
+    ///
+    /// Where `R` ranks hold the same heads on the source's side and `D` need them, each destination takes equal parts from
+    /// `R / gcd(R, D)` of them, other ones than its neighbour: then all of them write equally much.
+    pub(super) fn new(units: u32, src: &Shard, dst: &Shard, pages: (u32, u32)) -> Option<Self> {
+        let ranks = |tp: u32| if tp > units { (tp / units.max(1)).max(1) } else { 1 };
+        let (replicas, takers) = (ranks(src.tp_size), ranks(dst.tp_size));
+        let classes = gcd(replicas.into(), takers.into());
+        let taker = u64::from(dst.tp_rank % takers) + u64::from(dst.pp_rank);
+        let replica = u64::from(src.tp_rank % replicas);
+        if replica % classes != taker % classes {
+            return None;
+        }
+        let parts = u64::from(replicas) / classes;
+        let (a, b) = (u64::from(pages.0.max(1)), u64::from(pages.1.max(1)));
+        // Pages stay whole, if those of both sides fit together at all.
+        let both = a / gcd(a, b) * b;
+        let unit = if both <= 16 * QUANTUM { both } else { a.max(b) };
+        Some(Self {
+            // Other destinations begin with other replicas, so that short prompts do not all come from the first.
+            index: (replica / classes + parts - taker / classes % parts) % parts,
+            parts,
+            quantum: unit * QUANTUM.div_ceil(unit),
+        })
+    }
+
+    /// All of it.
+    pub(super) const fn whole(&self) -> Self {
+        Self { index: 0, parts: 1, quantum: self.quantum }
+    }
+
+    /// The layers that go, if a strand is split by layers: as evenly as possible.
+    pub(super) fn layers(&self, layers: &Range<u32>) -> Range<u32> {
+        let (n, parts) = (layers.len() as u64, self.parts);
+        let at = |i: u64| layers.start + u32::try_from(n * i / parts).unwrap_or(u32::MAX);
+        at(self.index)..at(self.index + 1)
+    }
+
+    /// The tokens of `tokens` that go, in order.
+    pub(super) fn tokens(&self, tokens: Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
+        let Self { index, parts, quantum } = *self;
+        let mut next = tokens.start;
+        std::iter::from_fn(move || {
+            if parts == 1 {
+                let all = next..tokens.end;
+                next = tokens.end;
+                return (!all.is_empty()).then_some(all);
+            }
+            while next < tokens.end {
+                let block = next / quantum;
+                let end = (block + 1).saturating_mul(quantum).min(tokens.end);
+                let piece = next..end;
+                next = end;
+                if block % parts == index {
+                    return Some(piece);
+                }
+            }
+            None
+        })
+    }
+
+    /// How many of `tokens` go.
+    pub(super) fn count(&self, tokens: Range<u64>) -> u64 {
+        let Self { index, parts, quantum } = *self;
+        // Those before `end`: whole rounds of `parts` blocks, and what of the last round is ours.
+        let before = |end: u64| {
+            let blocks = end / quantum;
+            let last = match (blocks % parts).cmp(&index) {
+                std::cmp::Ordering::Less => 0,
+                std::cmp::Ordering::Equal => end % quantum,
+                std::cmp::Ordering::Greater => quantum,
+            };
+            blocks / parts * quantum + last
+        };
+        before(tokens.end.max(tokens.start)) - before(tokens.start)
+    }
+}
+
+fn gcd(mut a: u64, mut b: u64) -> u64 {
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a.max(1)
 }
 
 pub(super) fn intersect(a: &Range<u32>, b: &Range<u32>) -> Range<u32> {
@@ -112,7 +226,7 @@ pub(super) fn intersect(a: &Range<u32>, b: &Range<u32>) -> Range<u32> {
 
 /// For every source rank (at `pp_rank * tp_size + tp_rank`) the layers that it owes `dst`, if it owes anything.
 /// Every byte of `dst` has exactly one source. The layers are the hull over the groups; the heads follow from
-/// the shards.
+/// the shards, and so do the tokens of each rank where several hold the same heads.
 ///
 /// # Errors
 /// When a side is invalid or the two do not fit.
@@ -122,8 +236,15 @@ pub fn sources(
     src_pp: u32,
     dst: &Side,
 ) -> Result<Vec<Option<Range<u32>>>, LayoutError> {
+    // What a rank owes does not depend on its strides, and each has its own: those of one may be too small for another.
+    let plain = |l: &PageLayout| PageLayout {
+        page_stride: None,
+        cross: None,
+        scales: l.scales.map(|s| Scales { page_stride: None, ..s }),
+        ..*l
+    };
     let mut src = Side {
-        groups: src_groups.to_vec(),
+        groups: src_groups.iter().map(plain).collect(),
         shard: Shard { tp_rank: 0, tp_size: src_tp, pp_rank: 0, pp_size: src_pp },
     };
     compatible(&src, dst).map_err(|m| LayoutError(m.text))?;
@@ -131,23 +252,10 @@ pub fn sources(
     for pp_rank in 0..src_pp {
         for tp_rank in 0..src_tp {
             src.shard = Shard { tp_rank, pp_rank, ..src.shard };
-            out.push(owed(&src, dst)?);
+            out.push(Template::new(&src, dst)?.layers());
         }
     }
     Ok(out)
-}
-
-/// The hull of the layers that `src` owes `dst`.
-fn owed(src: &Side, dst: &Side) -> Result<Option<Range<u32>>, LayoutError> {
-    let mut hull: Option<Range<u32>> = None;
-    for layout in &src.groups {
-        let layers = intersect(&src.shard.layers(layout), &dst.shard.layers(layout));
-        let heads = intersect(&src.shard.heads(layout)?, &dst.shard.heads(layout)?);
-        if !layers.is_empty() && !heads.is_empty() && writes(layout, &src.shard, &dst.shard) {
-            hull = Some(hull.map_or(layers.clone(), |h| h.start.min(layers.start)..h.end.max(layers.end)));
-        }
-    }
-    Ok(hull)
 }
 
 #[cfg(test)]
@@ -163,6 +271,7 @@ mod tests {
         dtype: DType::Bfloat16,
         order: Order::Hnd,
         kind: Kind::Kv,
+        ..PageLayout::PLAIN
     };
 
     fn side(layout: PageLayout, tp_size: u32) -> Side {

@@ -6,7 +6,7 @@
 
 use super::Template;
 use super::segment::{PageList, Walk};
-use super::template::{Geometry, GroupTemplate};
+use super::template::{Geometry, Strand};
 use crate::layout::LayoutError;
 use std::ops::Range;
 use std::sync::Arc;
@@ -32,10 +32,12 @@ pub enum End {
 pub struct Extent {
     /// Whose pages they are.
     pub end: End,
-    /// One page list a group; `pages[g][0]` holds token `start`.
+    /// One page list a group.
     pub pages: Vec<Arc<[u32]>>,
-    /// First token of the page lists.
-    pub start: u64,
+    /// The tokens that the page lists hold, as in [`super::Request`].
+    pub list: Range<u64>,
+    /// The room's tokens, as decode granted them; the end matters where a group holds the last ones.
+    pub room: Range<u64>,
     /// Tokens.
     pub tokens: Range<u64>,
     /// Layers, at most; what the template does not hold is left out.
@@ -51,7 +53,7 @@ pub struct Place {
     pub group: u32,
     /// Layer of the group.
     pub layer: u32,
-    /// K (0) or V (1), or the latent (0).
+    /// K (0) or V (1), or the latent (0); their scales from 16 on; a row of a block of a state from 65,536 on.
     pub tensor: u32,
     /// Head.
     pub head: u32,
@@ -125,7 +127,8 @@ struct Span {
 /// One group's share.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 struct Work {
-    group: usize,
+    /// Index of the strand in the template.
+    strand: usize,
     layers: Range<u32>,
     spans: Vec<Span>,
 }
@@ -160,8 +163,8 @@ impl Rows {
     /// When the page lists do not hold the tokens, a page id is not below its group's page count, or a count of
     /// groups differs from the template's.
     pub fn new(template: Arc<Template>, extent: Extent, page_count: &[u32]) -> Result<Self, LayoutError> {
-        let Extent { end, pages, start, tokens, layers, sample } = extent;
-        let groups = template.groups.len();
+        let Extent { end, pages, list, room, tokens, layers, sample } = extent;
+        let groups = template.groups;
         if pages.len() != groups || page_count.len() != groups {
             let (lists, counts) = (pages.len(), page_count.len());
             return Err(LayoutError(format!(
@@ -172,28 +175,34 @@ impl Rows {
             return Err(LayoutError(format!("tokens {tokens:?} or layers {layers:?} end before they start")));
         }
         let mut works = Vec::new();
-        for (g, (group, (list, &count))) in
-            template.groups.iter().zip(pages.iter().zip(page_count)).enumerate()
-        {
-            let Some(group) = group else { continue };
-            let layers = super::pair::intersect(&group.layers, &layers);
-            if layers.is_empty() || tokens.is_empty() {
+        for (index, strand) in template.strands.iter().enumerate() {
+            let (Some(pages), Some(&count)) = (pages.get(strand.group), page_count.get(strand.group)) else {
+                continue;
+            };
+            let layers = super::pair::intersect(&strand.layers, &layers);
+            let held = strand.held(&tokens, &room);
+            if layers.is_empty() || held.is_empty() {
                 continue;
             }
             let side = match end {
                 End::Source => "source",
                 End::Destination => "destination",
             };
-            let list = PageList { side, group: g, pages: list, start, count };
-            let mut walk = Walk::new(&list, geometry(group, end), &tokens)?;
-            let (mut spans, mut token) = (Vec::new(), tokens.start);
-            while token < tokens.end {
-                let count = walk.left().min(tokens.end - token);
-                spans.push(Span { off: walk.offset(), token, count });
-                walk.advance(count);
-                token += count;
+            let list = PageList { side, group: strand.group, pages, tokens: &list, count };
+            let mut spans = Vec::new();
+            for tokens in strand.share.tokens(held) {
+                let mut walk = Walk::new(&list, strand, geometry(strand, end), &tokens)?;
+                let mut token = tokens.start;
+                while token < tokens.end {
+                    let count = walk.left().min(tokens.end - token);
+                    spans.push(Span { off: walk.offset(), token, count });
+                    walk.advance(count);
+                    token += count;
+                }
             }
-            works.push(Work { group: g, layers, spans });
+            if !spans.is_empty() {
+                works.push(Work { strand: index, layers, spans });
+            }
         }
         let at = At { layer: works.first().map_or(0, |w| w.layers.start), ..At::default() };
         Ok(Self { template, works: works.into(), end, tokens, sample, at })
@@ -218,13 +227,13 @@ impl Rows {
             sample: sample.then_some(edges),
         };
         while let Some(work) = works.get(at.work) {
-            if let Some(Some(group)) = template.groups.get(work.group) {
-                let geometry = geometry(group, *end);
-                let tensors = group.tensors();
+            if let Some(strand) = template.strands.get(work.strand) {
+                let geometry = geometry(strand, *end);
+                let tensors = strand.tensors();
                 while at.layer < work.layers.end {
                     while at.tensor < tensors {
                         while let Some(span) = work.spans.get(at.span) {
-                            let grid = Grid::new(work.group, group, geometry, at, *span);
+                            let grid = Grid::new(strand, geometry, at, *span);
                             if !grid.run(at, &mut sink) {
                                 return true;
                             }
@@ -244,10 +253,10 @@ impl Rows {
     }
 }
 
-const fn geometry(group: &GroupTemplate, end: End) -> &Geometry {
+const fn geometry(strand: &Strand, end: End) -> &Geometry {
     match end {
-        End::Source => &group.src,
-        End::Destination => &group.dst,
+        End::Source => &strand.src,
+        End::Destination => &strand.dst,
     }
 }
 
@@ -257,37 +266,41 @@ struct Grid {
     off: u64,
     row: u64,
     first: Place,
-    /// Whether tokens lie next to each other; else heads do.
+    /// Whether the inner axis is the tokens; else it is the heads.
     by_token: bool,
-    /// How many there are of what lies next to each other, and of the other axis.
+    /// How many there are of what lies closest together, and of the other axis.
     inner: u64,
     outer: u64,
-    /// From one to the next of the other axis.
+    /// From one to the next of each.
+    step: u64,
     stride: u64,
 }
 
 impl Grid {
-    fn new(number: usize, group: &GroupTemplate, geometry: &Geometry, at: &At, span: Span) -> Self {
+    fn new(strand: &Strand, geometry: &Geometry, at: &At, span: Span) -> Self {
         let (region, tensor_off) = geometry.tensor(at.layer, at.tensor);
-        let by_token = geometry.token == group.row;
-        let (inner, outer) = if by_token { (span.count, group.heads) } else { (group.heads, span.count) };
+        // A state has no tokens to go along.
+        let by_token = geometry.token > 0 && (geometry.token < geometry.head || strand.heads == 1);
+        let (tokens, heads) = ((span.count, geometry.token), (strand.heads, geometry.head));
+        let (inner, outer) = if by_token { (tokens, heads) } else { (heads, tokens) };
         Self {
             region,
             off: tensor_off + span.off,
-            row: group.row,
+            row: strand.row,
             first: Place {
                 // At most `MAX_GROUPS`.
-                group: u32::try_from(number).unwrap_or(u32::MAX),
+                group: u32::try_from(strand.group).unwrap_or(u32::MAX),
                 layer: at.layer,
-                tensor: at.tensor,
-                head: group.first_head,
+                tensor: strand.first_tensor + at.tensor,
+                head: strand.first_head,
                 token: span.token,
                 cell: 0,
             },
             by_token,
-            inner,
-            outer,
-            stride: if by_token { geometry.head } else { geometry.token },
+            inner: inner.0,
+            outer: outer.0,
+            step: inner.1,
+            stride: outer.1,
         }
     }
 
@@ -295,7 +308,7 @@ impl Grid {
     fn run(&self, at: &mut At, sink: &mut Sink<'_>) -> bool {
         while at.outer < self.outer {
             while at.inner < self.inner {
-                let row_off = self.off + at.outer * self.stride + at.inner * self.row;
+                let row_off = self.off + at.outer * self.stride + at.inner * self.step;
                 let (token, head) = if self.by_token { (at.inner, at.outer) } else { (at.outer, at.inner) };
                 let place = Place {
                     token: self.first.token + token,
@@ -323,7 +336,9 @@ impl Grid {
                         at.inner += 1;
                     }
                 } else {
-                    let taken = sink.take(run(self.row, self.inner - at.inner));
+                    // Rows that do not touch are runs of one.
+                    let count = if self.step == self.row { self.inner - at.inner } else { 1 };
+                    let taken = sink.take(run(self.row, count));
                     if taken == 0 {
                         return false;
                     }

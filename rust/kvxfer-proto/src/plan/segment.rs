@@ -1,6 +1,6 @@
 //! One pass over the page lists: runs of tokens within one page on both sides, as boxes of bytes.
 
-use super::template::{Geometry, GroupTemplate};
+use super::template::{Geometry, Strand};
 use crate::layout::LayoutError;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,7 +14,7 @@ pub(super) struct Dim {
 }
 
 /// The outer axes of a box, innermost first; its contiguous axes are in the run's length.
-pub(super) type Shape = [Dim; 3];
+pub(super) type Shape = [Dim; 4];
 
 const ONE: Dim = Dim { count: 1, src: 0, dst: 0 };
 /// Number of the shape with a single run.
@@ -34,6 +34,8 @@ pub(super) struct Segment {
 pub(super) struct Segments {
     pub(super) list: Vec<Segment>,
     pub(super) shapes: Vec<Shape>,
+    /// Runs before neighbouring pages were joined.
+    pub(super) runs: u64,
 }
 
 /// A side's page list, for messages and checks.
@@ -41,8 +43,8 @@ pub(super) struct PageList<'a> {
     pub(super) side: &'static str,
     pub(super) group: usize,
     pub(super) pages: &'a [u32],
-    /// The token that `pages[0]` holds.
-    pub(super) start: u64,
+    /// The tokens that the list was made for.
+    pub(super) tokens: &'a Range<u64>,
     /// Pages of the group's regions.
     pub(super) count: u32,
 }
@@ -60,10 +62,12 @@ pub(super) struct Walk<'a> {
 impl<'a> Walk<'a> {
     pub(super) fn new(
         list: &PageList<'a>,
+        strand: &Strand,
         geometry: &'a Geometry,
         tokens: &Range<u64>,
     ) -> Result<Self, LayoutError> {
-        let PageList { side, group, start, .. } = *list;
+        let PageList { side, group, .. } = *list;
+        let start = strand.list_start(list.tokens);
         let each = geometry.page_tokens;
         if tokens.start < start {
             return Err(LayoutError(format!(
@@ -127,7 +131,9 @@ impl<'a> Walk<'a> {
 
 /// Builds the list of boxes.
 struct Builder<'a> {
-    group: &'a GroupTemplate,
+    strand: &'a Strand,
+    /// Layers that move as an axis of each box.
+    layers: u64,
     out: Segments,
     /// Run length and shape for a number of tokens.
     known: BTreeMap<u64, (u64, usize)>,
@@ -140,6 +146,8 @@ impl Builder<'_> {
             Some(&known) => known,
             None => self.learn(tokens),
         };
+        let turns = self.out.shapes.get(shape).map_or(1, |s| s.iter().map(|d| d.count).product());
+        self.out.runs += turns;
         if shape == SINGLE
             && let Some(last) = self.out.list.last_mut()
             && last.shape == SINGLE
@@ -154,11 +162,12 @@ impl Builder<'_> {
 
     /// Takes into the run every axis that is contiguous on both sides.
     fn learn(&mut self, tokens: u64) -> (u64, usize) {
-        let GroupTemplate { heads, halves, row, src, dst, .. } = self.group;
+        let Strand { heads, halves, row, src, dst, .. } = self.strand;
         let mut shape = [
             Dim { count: tokens, src: src.token, dst: dst.token },
             Dim { count: *heads, src: src.head, dst: dst.head },
-            Dim { count: *halves, src: src.half, dst: dst.half },
+            Dim { count: *halves, src: src.tensor, dst: dst.tensor },
+            Dim { count: self.layers, src: src.layer, dst: dst.layer },
         ]
         .map(|d| if d.count == 1 { ONE } else { d });
         let mut len = *row;
@@ -177,24 +186,27 @@ impl Builder<'_> {
     }
 }
 
-/// The boxes of `group` for `tokens`, which must not be empty.
+/// The boxes of `strand` for each range of `tokens`, none of which may be empty; `layers` of them move as an axis.
 pub(super) fn segments(
-    group: &GroupTemplate,
+    strand: &Strand,
     src: &PageList<'_>,
     dst: &PageList<'_>,
-    tokens: &Range<u64>,
+    tokens: impl Iterator<Item = Range<u64>>,
+    layers: u64,
 ) -> Result<Segments, LayoutError> {
-    let mut from = Walk::new(src, &group.src, tokens)?;
-    let mut to = Walk::new(dst, &group.dst, tokens)?;
-    let out = Segments { list: Vec::new(), shapes: vec![[ONE; 3]] };
-    let mut builder = Builder { group, out, known: BTreeMap::new() };
-    let mut left = tokens.end - tokens.start;
-    while left > 0 {
-        let n = left.min(from.left()).min(to.left());
-        builder.push(from.offset(), to.offset(), n);
-        from.advance(n);
-        to.advance(n);
-        left -= n;
+    let out = Segments { list: Vec::new(), shapes: vec![[ONE; 4]], runs: 0 };
+    let mut builder = Builder { strand, layers, out, known: BTreeMap::new() };
+    for tokens in tokens {
+        let mut from = Walk::new(src, strand, &strand.src, &tokens)?;
+        let mut to = Walk::new(dst, strand, &strand.dst, &tokens)?;
+        let mut left = tokens.end - tokens.start;
+        while left > 0 {
+            let n = left.min(from.left()).min(to.left());
+            builder.push(from.offset(), to.offset(), n);
+            from.advance(n);
+            to.advance(n);
+            left -= n;
+        }
     }
     Ok(builder.out)
 }

@@ -4,7 +4,7 @@ use super::MAX_STRING_BYTES;
 use super::error::WireError;
 use super::value::{At, Fields, Value, need, put_field, set};
 use crate::error::{Reason, ReasonKind};
-use crate::layout::{PageLayout, Shard};
+use crate::layout::Shard;
 use crate::msg::{
     Attach, Attached, Cancel, Challenge, Copied, Credit, Describe, Done, Drained, Entries, Entry,
     FabricOffer, Finished, Grant, Hello, Lookup, Owed, Proof, Ready, RegionShape, Retract, RoomFailed,
@@ -68,7 +68,7 @@ fields! {
     }
     Cancel { 1 room, 2 upto, 3 reason }
     Drained { 1 room, 2 seq, 3 reason }
-    Ready { 1 room, 2 seq, 3 push, 4 span, 5 pages_start, 6 pages }
+    Ready { 1 room, 2 seq, 3 push, 4 span, 5 pages_start, 6 pages, 7 pages_end (?) }
     Retract { 1 room, 2 seq, 3 push }
     Copied { 1 room, 2 seq, 3 push, 4 error (?) }
     Done {
@@ -77,7 +77,6 @@ fields! {
     Finished { 1 room, 2 seq, 3 error (?) }
     RoomFailed { 1 room, 2 reason }
     Credit { 1 room (?), 2 seq, 3 slots }
-    PageLayout { 1 layers, 2 kv_heads, 3 head_dim, 4 page_tokens, 5 dtype, 6 order, 7 kind }
     Shard { 1 tp_rank, 2 tp_size, 3 pp_rank, 4 pp_size }
     RegionShape { 1 group, 2 layer, 3 part, 4 len, 5 kind }
     FabricOffer { 1 name, 2 blob }

@@ -15,7 +15,9 @@
 //! The body is a row of fields `tag: u16, len: u32, bytes`. Fields with unknown tags are skipped, so a newer minor
 //! peer can add some; a field twice, a required field missing, a length that its type does not have, a number that
 //! an enum does not know, and stray bytes are errors. Structs inside a message are rows of fields too; lists are
-//! rows of fields with tag 1; page lists are raw `u32` arrays. `Hello`, `Challenge` and `Refuse` keep their bytes
+//! rows of fields with tag 1; page lists are raw `u32` arrays. A layout whose kind has its highest bit set is not plain: then
+//! no field of it may be skipped, and one that is not known is an error, as the bit is to a reader that does not know it.
+//! `Hello`, `Challenge` and `Refuse` keep their bytes
 //! in every version, so that two versions can tell each other that they do not fit.
 //!
 //! Counts are never read from the wire: what decoding allocates is bounded by the bytes that are there. The codec
@@ -24,6 +26,7 @@
 mod decoder;
 mod error;
 mod fields;
+mod layout;
 mod value;
 
 pub use decoder::Decoder;

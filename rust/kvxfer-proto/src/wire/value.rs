@@ -23,7 +23,7 @@ impl At {
         WireError::Length { message: self.message, field: self.field, len, want }
     }
 
-    fn value(self, value: u64) -> WireError {
+    pub(super) fn value(self, value: u64) -> WireError {
         WireError::Value { message: self.message, field: self.field, value }
     }
 
@@ -187,7 +187,7 @@ enums! {
     Role { Both = 1, Prefill = 2, Decode = 3 }
     Verify { Off = 1, Sample = 2, Full = 3 }
     Order { Nhd = 1, Hnd = 2 }
-    Kind { Kv = 1, Fused = 2, Latent = 3 }
+    Kind { Kv = 1, Fused = 2, Latent = 3, Packed = 4, State = 5 }
 }
 
 impl Value for bool {

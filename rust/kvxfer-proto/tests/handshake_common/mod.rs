@@ -35,6 +35,7 @@ pub fn layout() -> PageLayout {
         dtype: DType::Bfloat16,
         order: Order::Hnd,
         kind: Kind::Kv,
+        ..PageLayout::PLAIN
     }
 }
 

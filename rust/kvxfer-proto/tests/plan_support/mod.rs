@@ -5,7 +5,9 @@
 
 pub(crate) mod draw;
 
-use kvxfer_proto::layout::{DType, Kind, LayoutError, Order, PageLayout, Shard, Side, page_bytes};
+use kvxfer_proto::layout::{
+    DType, Kind, LayoutError, Order, PageLayout, Shard, Side, State, StateBlock, page_bytes, part_page,
+};
 use kvxfer_proto::plan::{Cursor, Piece, Request, Template, plan_all, sources};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,7 +17,16 @@ use std::sync::Arc;
 const EMPTY: u64 = u64::MAX;
 
 pub(crate) fn layout(kv_heads: u32, page_tokens: u32, order: Order, kind: Kind) -> PageLayout {
-    PageLayout { layers: 2, kv_heads, head_dim: 4, page_tokens, dtype: DType::Int8, order, kind }
+    PageLayout {
+        layers: 2,
+        kv_heads,
+        head_dim: 4,
+        page_tokens,
+        dtype: DType::Int8,
+        order,
+        kind,
+        ..PageLayout::PLAIN
+    }
 }
 
 pub(crate) fn shard(tp_rank: u32, tp_size: u32) -> Shard {
@@ -26,17 +37,18 @@ pub(crate) fn side(layout: PageLayout, tp_rank: u32, tp_size: u32) -> Side {
     Side { groups: vec![layout], shard: shard(tp_rank, tp_size) }
 }
 
-/// A rank's page list: from token `start`, `pages` a group, of regions of `count` pages.
+/// A rank's page list: for tokens `start..end`, `pages` a group, of regions of `count` pages.
 #[derive(Clone, Debug)]
 pub(crate) struct Table {
     pub(crate) start: u64,
+    pub(crate) end: u64,
     pub(crate) pages: Vec<Vec<u32>>,
     pub(crate) count: Vec<u32>,
 }
 
 impl Table {
     pub(crate) fn one(start: u64, pages: &[u32], count: u32) -> Self {
-        Self { start, pages: vec![pages.to_vec()], count: vec![count] }
+        Self { start, end: u64::MAX, pages: vec![pages.to_vec()], count: vec![count] }
     }
 
     pub(crate) fn arcs(&self) -> Vec<Arc<[u32]>> {
@@ -71,9 +83,9 @@ impl Handoff {
     pub(crate) fn request(&self) -> Request {
         Request {
             src_pages: self.src_table.arcs(),
-            src_start: self.src_table.start,
+            src_tokens: self.src_table.start..self.src_table.end,
             dst_pages: self.dst_table.arcs(),
-            dst_start: self.dst_table.start,
+            dst_tokens: self.dst_table.start..self.dst_table.end,
             tokens: self.tokens.clone(),
             layers: self.layers.clone(),
         }
@@ -139,21 +151,12 @@ impl Handoff {
         writers
     }
 
-    /// The fewest pieces with which a source rank can do its share: breaks of the byte-by-byte map in destination
-    /// order.
+    /// The fewest pieces with which a source rank can do its share: breaks of its byte-by-byte map in destination order.
     pub(crate) fn fewest(&self, index: u32) -> usize {
-        let source = self.source(index);
         let mut map: Vec<[u64; 4]> = Vec::new();
-        if Template::new(&source, &self.dst).expect("sides fit").is_empty() {
-            return 0;
-        }
-        let (from, to) = (places(&source, &self.src_table), places(&self.dst, &self.dst_table));
-        for (tag, (region, off)) in to {
-            if let Some(&(src_region, src_off)) = from.get(&tag)
-                && self.asked(&tag)
-                && self.writes(index, &tag)
-            {
-                map.push([region as u64, off, src_region as u64, src_off]);
+        for p in self.plan(index).expect("fits") {
+            for n in 0..p.len {
+                map.push([p.dst_region.into(), p.dst_off + n, p.src_region.into(), p.src_off + n]);
             }
         }
         map.sort_unstable();
@@ -164,16 +167,11 @@ impl Handoff {
         breaks.count() + usize::from(!map.is_empty())
     }
 
-    /// Whether this source rank wrote this coordinate, from the template's view of its groups.
-    fn writes(&self, index: u32, at: &Coordinate) -> bool {
-        let mut one = self.clone();
-        one.src_groups = vec![self.src_groups[at.group]];
-        one.dst.groups = vec![self.dst.groups[at.group]];
-        !Template::new(&one.source(index), &one.dst).expect("sides fit").is_empty()
-    }
-
     fn asked(&self, at: &Coordinate) -> bool {
-        self.tokens.contains(&at.token) && self.layers.contains(&at.layer)
+        let layout = &self.dst.groups[at.group];
+        let last = if layout.kind == Kind::State { Some(1) } else { layout.window };
+        let first = last.map_or(0, |n| self.dst_table.end.saturating_sub(n));
+        self.tokens.contains(&at.token) && at.token >= first && self.layers.contains(&at.layer)
     }
 }
 
@@ -190,16 +188,16 @@ struct Coordinate {
 impl Coordinate {
     fn tag(&self) -> u64 {
         let fields = [
-            self.group as u64,
-            u64::from(self.layer),
-            u64::from(self.tensor),
-            u64::from(self.head),
-            self.token,
-            self.byte,
+            (self.group as u64, 8),
+            (self.layer.into(), 8),
+            (self.tensor.into(), 8),
+            (self.head.into(), 8),
+            (self.token, 16),
+            (self.byte, 8),
         ];
-        fields.iter().fold(0, |n, f| {
-            assert!(*f < 256);
-            n << 8 | f
+        fields.iter().fold(0, |n, (f, bits)| {
+            assert!(*f < 1 << bits);
+            n << bits | f
         })
     }
 }
@@ -209,33 +207,94 @@ fn places(side: &Side, table: &Table) -> HashMap<Coordinate, (usize, u64)> {
     let mut out = HashMap::new();
     let mut region = 0;
     for (group, l) in side.groups.iter().enumerate() {
-        let heads: Vec<u32> = side.shard.heads(l).expect("heads").collect();
-        let (row, n, each) = (l.row_bytes(), heads.len() as u64, u64::from(l.page_tokens));
-        for layer in side.shard.layers(l) {
-            for tensor in 0..l.kind.tensors() {
-                let (part, half) = if l.kind == Kind::Kv { (tensor, 0) } else { (0, u64::from(tensor)) };
-                let halves = if l.kind == Kind::Fused { 2 } else { 1 };
-                for (i, &page) in table.pages[group].iter().enumerate() {
-                    for slot in 0..each {
-                        let token = (table.start / each + i as u64) * each + slot;
-                        for (h, &head) in (0..).zip(&heads) {
-                            for byte in 0..row {
-                                let half_page = u64::from(page) * halves + half;
-                                let off = match l.order {
-                                    Order::Nhd => ((half_page * each + slot) * n + h) * row + byte,
-                                    Order::Hnd => ((half_page * n + h) * each + slot) * row + byte,
-                                };
-                                let at = Coordinate { group, layer, tensor, head, token, byte };
-                                out.insert(at, (region + part as usize, off));
-                            }
-                        }
+        let layers: Vec<u32> = side.shard.layers(l).collect();
+        let data_parts = if l.kind == Kind::Kv { 2 } else { 1 };
+        for (i, &layer) in layers.iter().enumerate() {
+            let first_region = if l.cross.is_some() { region } else { region + i * l.parts() as usize };
+            let mut add = |part: usize, bytes: u64, scale: bool, at: Coordinate, page: u32, off: u64| {
+                let between = l.cross.map(|c| c.layer_stride.filter(|_| !scale).unwrap_or(bytes));
+                let dense = between.map_or(bytes, |n| n * layers.len() as u64);
+                let stride = if scale { l.scales.and_then(|s| s.page_stride) } else { l.page_stride };
+                let off = u64::from(page) * stride.unwrap_or(dense) + between.unwrap_or(0) * i as u64 + off;
+                assert!(out.insert(at, (first_region + part, off)).is_none());
+            };
+            if let Some(state) = &l.state {
+                let Some(token) = table.end.checked_sub(1) else { continue };
+                let Some(&page) = table.pages[group].first() else { continue };
+                for part in 0..state.parts() {
+                    for (at, off, bytes) in state_bytes(side, state, part) {
+                        let at = Coordinate { group, layer, token, ..at };
+                        add(part as usize, bytes, false, at, page, off);
+                    }
+                }
+                continue;
+            }
+            let heads: Vec<u32> = side.shard.heads(l).expect("heads").collect();
+            let (n, each) = (heads.len() as u64, u64::from(l.page_tokens));
+            let start = l.window.map_or(table.start, |w| table.start.max(table.end.saturating_sub(w)));
+            let sets = [Some((l.row_bytes(), false)), l.scales.map(|s| (s.dtype.bytes_of(s.dim), true))];
+            for (row, scale) in sets.into_iter().flatten() {
+                let first_part = if scale { data_parts } else { 0 };
+                for (p, &page) in table.pages[group].iter().enumerate() {
+                    for (slot, tensor, (h, &head), byte) in (0..each)
+                        .flat_map(|slot| (0..l.kind.tensors()).map(move |t| (slot, t)))
+                        .flat_map(|(slot, t)| (0..).zip(&heads).map(move |h| (slot, t, h)))
+                        .flat_map(|(slot, t, h)| (0..row).map(move |b| (slot, t, h, b)))
+                    {
+                        let cell = match l.order {
+                            Order::Nhd => slot * n + h,
+                            Order::Hnd => h * each + slot,
+                        };
+                        let t = u64::from(tensor);
+                        let (part, off) = match l.kind {
+                            Kind::Kv => (tensor as usize, cell * row),
+                            Kind::Fused => (0, (t * each * n + cell) * row),
+                            Kind::Packed => (0, (2 * cell + t) * row),
+                            Kind::Latent => (0, cell * row),
+                            Kind::State => unreachable!(),
+                        };
+                        let bytes = row * each * n * u64::from(l.kind.tensors()) / data_parts as u64;
+                        let token = (start / each + p as u64) * each + slot;
+                        let tensor = tensor + if scale { 128 } else { 0 };
+                        let at = Coordinate { group, layer, tensor, head, token, byte };
+                        add(first_part + part, bytes, scale, at, page, off + byte);
                     }
                 }
             }
-            region += l.parts() as usize;
         }
+        let rows = if l.cross.is_some() { usize::from(!layers.is_empty()) } else { layers.len() };
+        region += rows * l.parts() as usize;
     }
     out
+}
+
+/// The bytes of one part of a state on a rank, row by row as they lie: coordinate, offset, and the page's bytes.
+fn state_bytes(side: &Side, state: &State, part: u32) -> Vec<(Coordinate, u64, u64)> {
+    let blocks: Vec<(usize, StateBlock)> =
+        state.blocks().iter().copied().enumerate().filter(|(_, b)| b.part == part).collect();
+    let (tp, rank) = (side.shard.tp_size, side.shard.tp_rank);
+    let mut out = Vec::new();
+    let mut off = 0;
+    for band in blocks.chunk_by(|a, b| a.1.rows == b.1.rows) {
+        for row in 0..band[0].1.rows {
+            for (index, b) in band {
+                let held: Vec<u32> = (0..b.units)
+                    .filter(|u| {
+                        if b.units >= tp { u / (b.units / tp) == rank } else { rank / (tp / b.units) == *u }
+                    })
+                    .collect();
+                for head in held {
+                    for byte in 0..u64::from(b.unit_bytes) {
+                        let tensor = *index as u32 * 16 + row;
+                        let at = Coordinate { group: 0, layer: 0, tensor, head, token: 0, byte };
+                        out.push((at, off));
+                        off += 1;
+                    }
+                }
+            }
+        }
+    }
+    out.into_iter().map(|(at, o)| (at, o, off)).collect()
 }
 
 /// A rank's regions, one tag a byte.
@@ -249,8 +308,13 @@ impl Memory {
         for (i, s) in (0..).zip(&shapes) {
             assert_eq!(side.region_index(s.group, s.layer, s.part), Some(i));
             let l = &side.groups[s.group as usize];
-            let bytes = page_bytes(l, &side.shard).expect("page");
-            assert_eq!(s.len, bytes * u64::from(table.count[s.group as usize]));
+            let page = part_page(l, &side.shard, s.part).expect("page");
+            let pages = u64::from(table.count[s.group as usize]);
+            assert_eq!(s.len, if pages == 0 { 0 } else { (pages - 1) * page.stride + page.bytes });
+            assert!(page.bytes <= page.stride);
+            if l.page_stride.is_none() && l.cross.is_none() && l.scales.is_none() && s.part == 0 {
+                assert_eq!(page_bytes(l, &side.shard), Ok(page.stride));
+            }
         }
         assert_eq!(side.region_count() as usize, shapes.len());
         Self { regions: shapes.iter().map(|s| vec![EMPTY; s.len as usize]).collect() }

@@ -36,8 +36,13 @@ pub struct Solo {
 
 impl Solo {
     pub fn new(cfg: Config) -> Self {
+        Self::of(cfg, 1)
+    }
+
+    /// The first of so many ranks.
+    pub fn of(cfg: Config, tp: u32) -> Self {
         Self {
-            node: Node::new(cfg, side(0, 1), &[PAGES]).unwrap(),
+            node: Node::new(cfg, side(0, tp), &[PAGES]).unwrap(),
             now: 1,
             sent: Vec::new(),
             delivers: Vec::new(),
@@ -55,9 +60,17 @@ impl Solo {
         Self::decode_of(ranks, expect(99, &[31], (0, 4)))
     }
 
+    /// The same as the first of two decode ranks, to which only half of the engine's ranks owe something.
+    pub fn decode_half(ranks: &[u64]) -> Self {
+        Self::decode_on(Self::of(Config::default(), 2), ranks, expect(99, &[31], (0, 4)))
+    }
+
     /// The same with another room.
     pub fn decode_of(ranks: &[u64], expect: Expect) -> Self {
-        let mut s = Self::new(Config::default());
+        Self::decode_on(Self::new(Config::default()), ranks, expect)
+    }
+
+    fn decode_on(mut s: Self, ranks: &[u64], expect: Expect) -> Self {
         let size = ranks.len() as u32;
         let infos = (0..size)
             .zip(ranks)
@@ -240,6 +253,7 @@ pub fn ready(r: u64, seq: u64, push: u64, pages: &[u32]) -> Msg {
         span: owed((0, 4)),
         pages_start: 0,
         pages: ids(pages),
+        pages_end: None,
     })
 }
 

@@ -68,6 +68,7 @@ pub fn layout() -> PageLayout {
         dtype: DType::Bfloat16,
         order: Order::Hnd,
         kind: Kind::Kv,
+        ..PageLayout::PLAIN
     }
 }
 
@@ -155,7 +156,7 @@ pub fn samples() -> Vec<Frame> {
         }),
         Msg::Cancel(Cancel { room, upto: seq, reason: Reason::new(ReasonKind::Cancelled, "gone") }),
         Msg::Drained(Drained { room, seq, reason: Reason::new(ReasonKind::Cancelled, "gone") }),
-        Msg::Ready(Ready { room, seq, push, span: span.clone(), pages_start: 16, pages }),
+        Msg::Ready(Ready { room, seq, push, span: span.clone(), pages_start: 16, pages, pages_end: None }),
         Msg::Retract(Retract { room, seq, push }),
         Msg::Copied(Copied { room, seq, push, error: Some(reason()) }),
         Msg::Done(Done {
@@ -203,6 +204,7 @@ fn any_layout() -> impl Strategy<Value = PageLayout> {
         dtype: DType::from_wire(dtype).unwrap(),
         order,
         kind,
+        ..PageLayout::PLAIN
     })
 }
 
@@ -370,7 +372,8 @@ fn any_numbered() -> impl Strategy<Value = Msg> {
                 push,
                 span,
                 pages_start,
-                pages
+                pages,
+                pages_end: (pages_start % 2 == 1).then_some(pages_start + 7),
             })
         ),
         push().prop_map(|(room, seq, push)| Msg::Retract(Retract { room, seq, push })),

@@ -64,7 +64,8 @@ impl Node {
             let extent = Extent {
                 end: End::Destination,
                 pages: r.pages.clone(),
-                start: r.tokens.0,
+                list: r.tokens.0..r.tokens.1,
+                room: r.tokens.0..r.tokens.1,
                 tokens: first.span.tokens.0..first.span.tokens.1,
                 layers: first.span.layers.0..first.span.layers.1,
                 sample: r.verify == Verify::Sample,

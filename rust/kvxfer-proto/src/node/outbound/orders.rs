@@ -6,7 +6,7 @@ use crate::ids::{PushId, Room, Time};
 use crate::msg::{Msg, Retract};
 use crate::node::parts::Progress;
 use crate::node::types::{Event, EventKind, Push, Stage};
-use crate::node::{Action, Node, RoomStats, Timer, patience};
+use crate::node::{Action, Node, RoomStats, Timer, enough_pages, patience};
 use std::time::Duration;
 
 impl Node {
@@ -113,17 +113,7 @@ impl Node {
         for (g, ((layout, list), count)) in
             self.side.groups.iter().zip(&push.pages).zip(&self.page_counts).enumerate()
         {
-            let size = u64::from(layout.page_tokens);
-            let need = (push.tokens.0 % size + push.tokens.1.saturating_sub(push.tokens.0)).div_ceil(size);
-            if push.tokens.1 > push.tokens.0 && (list.len() as u64) < need {
-                let text = format!(
-                    "room {room}: tokens {} to {} need {need} pages of {size} tokens in group {g}, but {} were given",
-                    push.tokens.0,
-                    push.tokens.1,
-                    list.len()
-                );
-                return Err(Reason::new(ReasonKind::PageError, text));
-            }
+            enough_pages(room, g, layout, list.len(), push.tokens)?;
             self.check_odd_page(room, push.odd_page.filter(|(group, _)| *group == g))?;
             if let Some(page) = list.iter().find(|p| *p >= count) {
                 let text = format!(

@@ -43,7 +43,8 @@ impl Node {
             extent: Extent {
                 end: End::Source,
                 pages: p.order.pages.clone(),
-                start: p.order.tokens.0,
+                list: p.order.tokens.0..p.order.tokens.1,
+                room: dest.tokens.0..dest.tokens.1,
                 tokens: span.tokens.0..span.tokens.1,
                 layers: span.layers.0..span.layers.1,
                 sample: dest.verify == Verify::Sample,
