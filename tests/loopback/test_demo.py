@@ -67,7 +67,7 @@ def check(found: dict[str, Any], fabric: str, prefill_tp: int, decode_tp: int) -
     assert found["text"] == found["reference_text"] != ""
     # 30 layers of K and V, 3 heads of 64 float16: exactly the prompt's tokens crossed, each once.
     assert found["bytes"] == found["prompt_tokens"] * 30 * 2 * 3 * 64 * 2
-    assert found["pages"] == -(-found["prompt_tokens"] // 16)
+    assert found["pages"] == -(-found["prompt_tokens"] // found["page_tokens"])
     assert found["push_us_p50"] > 0
     assert found["expect_us_p50"] > 0
     assert found["expects"] == decode_tp
@@ -164,3 +164,16 @@ def test_a_prompt_that_does_not_fit_says_so() -> None:
     assert demo.returncode == 1
     assert "reference: the prompt's 90" in err.splitlines()[-1]
     assert "give a shorter --prompt" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("orders", "pages"), [(("HND", "NHD"), (16, 32)), (("NHD", "HND"), (48, 32))])
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 3)])
+def test_other_orders_and_page_sizes_on_each_side(
+    sizes: tuple[int, int], orders: tuple[str, str], pages: tuple[int, int]
+) -> None:
+    arguments = ["--prompt", SHORT, "--chunk", "13"]
+    for side, tp, order, tokens in zip(("prefill", "decode"), sizes, orders, pages, strict=True):
+        arguments += [f"--{side}-tp", str(tp), f"--{side}-order", order, f"--{side}-page-tokens", str(tokens)]
+    found = finish(start(*arguments))
+    check(found, "shm", *sizes)
+    assert (found["page_tokens"], found["prefill_page_tokens"]) == (pages[1], pages[0])

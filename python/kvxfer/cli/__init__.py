@@ -72,6 +72,19 @@ def _demo(commands: Any) -> None:
             help=f"tensor-parallel {side} ranks, one process each; the model has 3 KV heads (default: "
             "%(default)s)",
         )
+        parser.add_argument(
+            f"--{side}-page-tokens",
+            type=_at_least(1),
+            default=16,
+            metavar="N",
+            help=f"tokens of a {side} page (default: %(default)s)",
+        )
+        parser.add_argument(
+            f"--{side}-order",
+            choices=("HND", "NHD"),
+            default="HND",
+            help=f"order of a {side} page's axes (default: %(default)s)",
+        )
     parser.add_argument(
         "--max-tokens",
         type=_at_least(1),

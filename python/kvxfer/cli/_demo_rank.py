@@ -46,6 +46,7 @@ class _Rank:
             head_dim=model.head_dim,
             page_tokens=config["page_tokens"],
             dtype="float16",
+            order=config["order"],
         )
         self.layers = model.layers
         self.page_tokens: int = config["page_tokens"]

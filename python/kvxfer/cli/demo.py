@@ -64,7 +64,8 @@ def _start_ranks(
             "fabric": options.fabric,
             "chunk": options.chunk,
             "max_tokens": options.max_tokens,
-            "page_tokens": PAGE_TOKENS,
+            "page_tokens": getattr(options, f"{side}_page_tokens"),
+            "order": getattr(options, f"{side}_order"),
         }
         workers.start(name, _RANK, config, env=blas_env(1), pass_fds=fds)
     for end in group:
@@ -136,7 +137,10 @@ def _hand_off(workers: Workers, options: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": len(asked["tokens"]),
         "bytes": sum(message["bytes"] for message in answers.values()),
         "pages": first["pages"],
-        "page_tokens": PAGE_TOKENS,
+        "page_tokens": options.decode_page_tokens,
+        "prefill_page_tokens": options.prefill_page_tokens,
+        "prefill_order": options.prefill_order,
+        "decode_order": options.decode_order,
         "stages_ms": {
             "load": max(message["ms"] for message in loaded.values()),
             "agents": (connected - connecting) * 1e3,
@@ -181,7 +185,9 @@ def _show(found: dict[str, Any]) -> None:
         ("identical", verdict),
         (
             "hand-off",
-            f"prefill -> decode {found['prefill_tp']} -> {found['decode_tp']} over {found['fabric']}",
+            f"prefill -> decode {found['prefill_tp']} -> {found['decode_tp']} over {found['fabric']}, "
+            f"{found['prefill_order']} pages of {found['prefill_page_tokens']} tokens to "
+            f"{found['decode_order']} pages of {found['page_tokens']}",
         ),
         (
             "moved",

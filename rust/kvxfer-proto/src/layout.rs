@@ -253,7 +253,7 @@ impl PageLayout {
     #[must_use]
     pub fn parts(&self) -> u32 {
         let data = self.data_parts();
-        if self.scales.is_some() { 2 * data } else { data }
+        if self.scales.is_some() { data.saturating_mul(2) } else { data }
     }
 
     /// Regions without those of scales.
@@ -449,8 +449,12 @@ impl Side {
         }
         self.shard.validate()?;
         for (g, layout) in self.groups.iter().enumerate() {
-            (0..layout.parts())
-                .try_for_each(|part| part_page(layout, &self.shard, part).map(|_| ()))
+            layout
+                .validate()
+                .and_then(|()| {
+                    (0..layout.parts())
+                        .try_for_each(|part| place::page(layout, &self.shard, part).map(|_| ()))
+                })
                 .and_then(|()| match layout.split.filter(|s| s.ranks() != self.shard.pp_size) {
                     Some(split) => Err(LayoutError(format!(
                         "pp_layers names {} pipeline ranks, but pp_size is {}",

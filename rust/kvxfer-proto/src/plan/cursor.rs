@@ -109,7 +109,8 @@ impl Cursor {
             let fold = if strand.fold { count } else { 1 };
             let segments = segments(strand, &src, &dst, strand.share.tokens(held.clone()), fold)?;
             let through = if strand.fold { layers.start..layers.start + 1 } else { layers };
-            runs = runs.saturating_add(segments.runs * through.len() as u64 * u64::from(strand.lanes));
+            let lanes = through.len() as u64 * u64::from(strand.lanes);
+            runs = runs.saturating_add(segments.runs.saturating_mul(lanes));
             // At most 4096 layers of 2^31 bytes a token: only the tokens can make it too much.
             let token_bytes = count * u64::from(strand.lanes) * strand.halves * strand.heads * strand.row;
             let bytes = token_bytes.checked_mul(strand.share.count(held));

@@ -147,7 +147,7 @@ impl Builder<'_> {
             None => self.learn(tokens),
         };
         let turns = self.out.shapes.get(shape).map_or(1, |s| s.iter().map(|d| d.count).product());
-        self.out.runs += turns;
+        self.out.runs = self.out.runs.saturating_add(turns);
         if shape == SINGLE
             && let Some(last) = self.out.list.last_mut()
             && last.shape == SINGLE
