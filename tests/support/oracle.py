@@ -249,6 +249,29 @@ class Room:
     """Pages that each rank has in every group."""
 
 
+def handoff(
+    src: Engine,
+    dst: Engine,
+    src_pages: Sequence[int],
+    dst_pages: Sequence[int],
+    end: int,
+    *,
+    start: int = 0,
+    pushed_from: int = 0,
+) -> Room:
+    """A room of one push, where all ranks of a side have the same page list."""
+    return Room(
+        src=src,
+        dst=dst,
+        start=start,
+        end=end,
+        grants=((tuple(dst_pages),),) * len(dst.shards),
+        pushes=(Push(pushed_from, end, ((tuple(src_pages),),) * len(src.shards)),),
+        src_count=max(src_pages) + 1,
+        dst_count=max(dst_pages) + 1,
+    )
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -388,36 +411,42 @@ def ops(room: Room, push: Push, layers: tuple[int, int] | None, ranks: Ranks) ->
     found = plan(room, push, layers, ranks)
     if found is None:
         return []
+    table = found.ops
+    moved = int(table["length"].sum())
+    if len(found) != len(table) or found.bytes != moved:
+        raise Wrong(f"{found} has {len(table)} writes of {moved} bytes")
+    before, after = table[:-1], table[1:]
+    joined = np.ones(len(before), bool)
+    for side in ("src", "dst"):
+        joined &= before[f"{side}_region"] == after[f"{side}_region"]
+        joined &= before[f"{side}_offset"] + before["length"] == after[f"{side}_offset"]
+    if joined.any():
+        raise Wrong(
+            f"{before[joined][0]} and {after[joined][0]} follow each other on both sides: they are one"
+        )
     sources, targets = found.src_regions, found.dst_regions
-    out = [Op(sources[row[0]], row[1], targets[row[2]], row[3], row[4]) for row in _rows(found.ops)]
-    if len(found) != len(out) or found.bytes != sum(op.length for op in out):
-        raise Wrong(f"{found} has {len(out)} writes of {sum(op.length for op in out)} bytes")
-    for a, b in itertools.pairwise(out):
-        if a._replace(src_offset=a.src_offset + a.length, dst_offset=a.dst_offset + a.length) == b._replace(
-            length=a.length
-        ):
-            raise Wrong(f"{a} and {b} follow each other on both sides: they are one write")
-    return out
+    return [Op(sources[a], b, targets[c], d, n) for a, b, c, d, n in _rows(table)]
 
 
-def _rows(found: npt.NDArray[np.void]) -> list[tuple[int, ...]]:
-    rows: Any = found[["src_region", "src_offset", "dst_region", "dst_offset", "length"]].tolist()
+def _rows(table: npt.NDArray[np.void]) -> list[tuple[int, int, int, int, int]]:
+    rows: Any = table[["src_region", "src_offset", "dst_region", "dst_offset", "length"]].tolist()
     return rows
 
 
 def carry_out(op: Op, source: Rank, target: Rank) -> None:
     """One write, byte for byte."""
+    src_region, src, dst_region, dst, length = op
     for name, rank, region, offset in (
-        ("source", source, op.src_region, op.src_offset),
-        ("destination", target, op.dst_region, op.dst_offset),
+        ("source", source, src_region, src),
+        ("destination", target, dst_region, dst),
     ):
-        if region not in rank.bytes:
+        have = rank.bytes.get(region)
+        if have is None:
             raise Wrong(f"{op}: the {name} has no such region, but {sorted(rank.bytes)}")
-        if op.length < 1 or offset < 0 or offset + op.length > len(rank.bytes[region]):
-            raise Wrong(f"{op}: the {name}'s region has {len(rank.bytes[region])} bytes")
-    to = slice(op.dst_offset, op.dst_offset + op.length)
-    target.bytes[op.dst_region][to] = source.bytes[op.src_region][op.src_offset : op.src_offset + op.length]
-    target.writes[op.dst_region][to] += 1
+        if length < 1 or offset < 0 or offset + length > len(have):
+            raise Wrong(f"{op}: the {name}'s region has {len(have)} bytes")
+    target.bytes[dst_region][dst : dst + length] = source.bytes[src_region][src : src + length]
+    target.writes[dst_region][dst : dst + length] += 1
 
 
 def check(room: Room, planner: Planner = ops) -> dict[Ranks, int]:

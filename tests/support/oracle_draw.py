@@ -14,7 +14,7 @@ import kvxfer as kx
 SIZES = (1, 1, 2, 2, 3, 4, 4, 6, 8)
 PAGES = (1, 2, 3, 4, 4, 6, 8, 16, 32, 48)
 DTYPES = ("bfloat16", "float32", "float8_e4m3", "int4", "float16", "int8", "float4_e2m1")
-HEADS = (1, 2, 3, 4, 6, 8, 12, 24)
+HEADS = (1, 2, 3, 4, 6, 8, 12)
 
 
 def fits(units: int, *sizes: int) -> bool:
@@ -46,7 +46,7 @@ def lists(engine: Engine, start: int, end: int, pool: int, more: int, how: str, 
 def models(draw: st.DrawFn, sizes: Sequence[int]) -> dict[str, Any]:
     """What both sides have alike in a group."""
     kind = draw(st.sampled_from(("heads", "heads", "heads", "heads", "latent", "state")))
-    layers = draw(st.integers(1, 4))
+    layers = draw(st.integers(1, 3))
     if kind == "state":
         units = [n for n in HEADS if fits(n, *sizes)]
         block = st.tuples(
@@ -127,7 +127,7 @@ def engines(draw: st.DrawFn, most_groups: int = 3) -> tuple[Engine, Engine]:
 def rooms(draw: st.DrawFn, sides: st.SearchStrategy[tuple[Engine, Engine]] | None = None) -> Room:
     """Two sides that fit, and a hand-off between them: in chunks and ranges of layers, after a cached prefix."""
     src, dst = draw(engines() if sides is None else sides)
-    end = draw(st.one_of(st.integers(1, 40), st.integers(1, 40), st.integers(1, 200)))
+    end = draw(st.one_of(st.integers(1, 20), st.integers(1, 50), st.integers(1, 140)))
     start = draw(st.one_of(st.just(0), st.integers(0, end)))
     first = draw(st.one_of(st.just(0), st.integers(0, start)))
     cuts = sorted(set(draw(st.lists(st.integers(first, end), max_size=2))) - {first, end})
