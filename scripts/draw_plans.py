@@ -2,8 +2,8 @@
 
     draw_plans.py [--check] [--out FOLDER]
 
-Every band of a picture is one write of `kvxfer.plan_transfer`, at its own offsets. `--check` writes nothing and fails if
-a picture is not as it would be drawn.
+Every band of a picture is one write of `kvxfer.plan_transfer`, at its own offsets. `--check` writes nothing
+and fails if a picture is not as it would be drawn.
 """
 
 from __future__ import annotations
@@ -165,11 +165,9 @@ class Picture:
     ) -> None:
         """What one write, or one copy, carries."""
         (a, b), (c, d) = upper, lower
-        bend = (top + bottom) / 2
-        points = (
-            f"M{_number(a)} {top}C{_number(a)} {_number(bend)} {_number(c)} {_number(bend)} {_number(c)} {bottom}"
-            f"H{_number(d)}C{_number(d)} {_number(bend)} {_number(b)} {_number(bend)} {_number(b)} {top}Z"
-        )
+        bend = _number((top + bottom) / 2)
+        w, x, y, z = (_number(edge) for edge in (a, b, c, d))
+        points = f"M{w} {top}C{w} {bend} {y} {bend} {y} {bottom}H{z}C{z} {bend} {x} {bend} {x} {top}Z"
         self.below.append(f'<path d="{points}" fill="{colour}" fill-opacity=".38"/>')
 
     def svg(self) -> str:
@@ -237,7 +235,7 @@ def page_sizes() -> str:
 
     return direct(
         "Pages of 48 tokens to pages of 32",
-        "K of one head of one layer, 96 tokens. The tokens fall into segments, each within one page on either side.",
+        "K of one head of one layer, 96 tokens. They fall into segments, each within one page on both sides.",
         src,
         dst,
         96,
@@ -254,7 +252,7 @@ def replicas() -> str:
     src, dst = Side("P", layout(2, 64), 4, (6, 1, 8, 3)), Side("D", layout(2, 64), 1, (2, 9, 5, 0))
     return direct(
         "2 heads, TP4 to TP1: two ranks hold each head, one of them writes each block of tokens",
-        "K of one layer, 256 tokens. P0 and P1 hold head 0, P2 and P3 head 1. Grey: held too, but written by the other one.",
+        "K of one layer, 256 tokens. P0 and P1 hold head 0, P2 and P3 head 1. Grey: held, not sent.",
         src,
         dst,
         256,
@@ -269,7 +267,7 @@ def staged() -> str:
     top, slice_top, bottom, height = 84, 170, 300, 388
     picture = Picture(
         "8 heads, TP8 to TP4, NHD, staged: packed, one write, unpacked",
-        "K of one layer, 8 tokens a page; two of the eight sources. Directly it would be a write of 256 bytes for each token.",
+        "K of one layer, 8 tokens a page; two of eight sources. Directly: a write of 256 bytes for each token.",
         height,
     )
     above, below = Row(src, (0, 1), top), Row(dst, (0,), bottom)

@@ -1,9 +1,10 @@
-"""What a plan must do: a slow model of pages, written from the documentation of layouts and from nothing else.
+"""What a plan must do: a slow model of pages, written from the documentation of layouts and nothing else.
 
-Memory is an array with one number for each byte of a region. A byte that holds a part of the KV cache has the *tag* of
-exactly that part: group, layer, tensor, head, token, and place in the row. All other bytes have negative numbers, each
-its own. The model fills the sources, carries out the plan's writes byte for byte, and then compares every byte of every
-destination: what was granted must have the right tag and have been written once; nothing else may have been written.
+Memory is an array with one number for each byte of a region. A byte that holds a part of the KV cache has the
+*tag* of just that part: group, layer, tensor, head, token, and place in the row. All other bytes have
+negative numbers, each its own. The model fills the sources, carries out the plan's writes byte for byte, and then
+compares every byte of every destination: what was granted must have the right tag and have been written once;
+nothing else may have been written.
 """
 
 from __future__ import annotations
@@ -277,7 +278,7 @@ def handoff(
 
 def _tag(g: int, layer: int, tensor: Tensor, heads: Ints, tokens: Ints) -> Ints:
     """Tags of rows' bytes: `[head, token, byte]`."""
-    # 4 bits for the group, 8 for the layer, 12 for the tensor, 8 for the head, 16 for the token and 12 for the byte.
+    # Bits: 8 for group and layer each, 12 for the tensor, 8 for the head, 16 for the token, 12 for the byte.
     base = (g << 56) | (layer << 48) | (_number(tensor.name) << 36)
     rows = base + (heads[:, None] << 28) + (tokens[None, :] << 12)
     tags: Ints = rows[:, :, None] + np.arange(tensor.row_bytes, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Rooms for the oracle: any layouts, shards, page tables and ranges of tokens that the documentation allows."""
+"""Rooms for the oracle: any layouts, shards, page tables and ranges of tokens that are allowed."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def engines(draw: st.DrawFn, most_groups: int = 3) -> tuple[Engine, Engine]:
 
 @st.composite
 def rooms(draw: st.DrawFn, sides: st.SearchStrategy[tuple[Engine, Engine]] | None = None) -> Room:
-    """Two sides that fit, and a hand-off between them: in chunks and ranges of layers, after a cached prefix."""
+    """Two sides that fit, and a hand-off in chunks and ranges of layers, after a cached prefix."""
     src, dst = draw(engines() if sides is None else sides)
     end = draw(st.one_of(st.integers(1, 20), st.integers(1, 50), st.integers(1, 140)))
     start = draw(st.one_of(st.just(0), st.integers(0, end)))

@@ -1,4 +1,4 @@
-"""Plans against a slow model of pages (`tests/support/oracle.py`), for layouts, shards and ranges drawn at random.
+"""Plans against a slow model of pages (`tests/support/oracle.py`), for layouts and rooms drawn at random.
 
 `KVXFER_ORACLE_DRAWS` says how many are drawn; `make oracle-long` draws many.
 """
@@ -23,8 +23,8 @@ from oracle import (
     Wrong,
     check,
     handoff,
-    lays,
     layers_of,
+    lays,
     ops,
     share,
 )
@@ -53,7 +53,7 @@ def drawn(part: int) -> settings:
 @drawn(1)
 @given(rooms())
 def test_any_layout_goes_to_any_layout_byte_for_byte(room: Room) -> None:
-    """Every granted byte has its tag and was written once, over all pairs of ranks; no other byte has changed."""
+    """Over all pairs of ranks, each granted byte has its tag and was written once; no other has changed."""
     check(room)
 
 

@@ -95,7 +95,7 @@ def test_case_10_chunked_prefill() -> None:
 
 
 def test_case_21_descriptors() -> None:
-    """80 layers of K and V and 118 pages: a write for each shuffled page, one a region for contiguous ones."""
+    """80 layers of K and V, 118 pages: a write for each shuffled page, one a region if contiguous."""
     both = layout(layers=80, kv_heads=1, page_tokens=16)
     shuffled = [(i * 37) % 118 for i in range(118)]
     for pages, writes in ((shuffled, 18_880), (range(118), 160)):
