@@ -267,7 +267,7 @@ def staged() -> str:
     top, slice_top, bottom, height = 84, 170, 300, 388
     picture = Picture(
         "8 heads, TP8 to TP4, NHD, staged: packed, one write, unpacked",
-        "K of one layer, 8 tokens a page; two of eight sources. Directly: a write of 256 bytes for each token.",
+        "K of one layer, 8 tokens a page; two of eight sources. Directly: a write of 256 bytes a token.",
         height,
     )
     above, below = Row(src, (0, 1), top), Row(dst, (0,), bottom)

@@ -2,9 +2,9 @@
 
 Memory is an array with one number for each byte of a region. A byte that holds a part of the KV cache has the
 *tag* of just that part: group, layer, tensor, head, token, and place in the row. All other bytes have
-negative numbers, each its own. The model fills the sources, carries out the plan's writes byte for byte, and then
-compares every byte of every destination: what was granted must have the right tag and have been written once;
-nothing else may have been written.
+negative numbers, each its own. The model fills the sources, carries out the plan's writes byte for byte, and
+then compares every byte of every destination: what was granted must have the right tag and have been written
+once; nothing else may have been written.
 """
 
 from __future__ import annotations
