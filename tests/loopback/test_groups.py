@@ -51,13 +51,13 @@ def logical(tensor: Any, layout: kx.PageLayout, part: str) -> np.ndarray[Any, An
 class Engine:
     """Prefill ranks in processes of their own, and what each of them holds."""
 
-    def __init__(self, groups: list[dict[str, Any]], tp: int, **agent: Any) -> None:
+    def __init__(self, groups: list[dict[str, Any]], tp: int, pp: int = 1, **agent: Any) -> None:
         self.groups = layouts(groups)
         self.stack = ExitStack()
         self.ranks: list[Rank] = []
         self.pools: list[kx.Pool] = []
-        for rank in range(tp):
-            shard = {"tp_rank": rank, "tp_size": tp}
+        for rank in range(tp * pp):
+            shard = {"tp_rank": rank % tp, "tp_size": tp, "pp_rank": rank // tp, "pp_size": pp}
             given = {**agent, "directory": self.ranks[0].address} if self.ranks else agent
             child = Rank(groups, shard, pages=PAGES, seed=rank + 1, engine="p", name=f"p{rank}", **given)
             self.ranks.append(self.stack.enter_context(child))
@@ -76,7 +76,7 @@ class Engine:
         layout, out = self.groups[group], []
         for pool in self.pools:
             heads = pool.shard.heads(layout)
-            if head in heads:
+            if head in heads and layer in pool.shard.layers(layout):
                 tensor = logical(pool.tensors[group, layer, part], layout, part)
                 out.append(tensor if layout.kind == "latent" else tensor[:, :, head - heads.start])
         return out
@@ -276,3 +276,29 @@ def test_layers_that_share_pages(fabric: str) -> None:
             # [page, K or V, head, token, dim] to [page, token, head, K or V, dim]
             wanted = np.moveaxis(engine.pools[0].kv(layer)[[5, 2]].view(np.uint16), (1, 2, 3), (3, 2, 1))
             assert np.array_equal(pool.kv(layer)[[3, 9]].view(np.uint16), wanted)
+
+
+@pytest.mark.parametrize("fabric", ["shm", UCX])
+def test_pipelines_that_split_layers_in_a_way_of_their_own(fabric: str) -> None:
+    """Three layers as 2 and 1, all in one page of each rank, whose pages are therefore of other sizes; to a
+    rank with the last two of them.
+    """
+    options = {"fabric": fabric, "ucx_tls": "tcp,self" if fabric == "ucx" else None}
+    layout = {**FULL, "layers": 3}
+    ours = layouts([{**layout, "pp_layers": (1, 2)}])
+    shard = kx.Shard(0, 1, 1, 2)
+    pool = kx.alloc(ours, shard, pages=PAGES)
+    assert [key[1] for key in pool.tensors] == [1, 1, 2, 2]
+    with (
+        Engine([{**layout, "pp_layers": (2, 1), "cross_layer": True}], 2, 2, **options) as engine,
+        kx.Agent("decode", ours, shard, memory=pool, **options) as decode,
+    ):
+        room = kx.new_room()
+        decode.expect(room, [[3, 9]], tokens=8, source=engine.ranks[0].address, verify="full")
+        for rank in engine.ranks:
+            rank.push(room=room, pages=[[5, 2]], tokens=8)
+        assert decode.wait(room, 30).state == "Success"
+        for layer, part, head in [(n, p, h) for n in (1, 2) for p in ("k", "v") for h in range(4)]:
+            got = logical(pool.tensors[0, layer, part], ours[0], part)[[3, 9], :, head]
+            (source,) = engine.head(0, layer, part, head)
+            assert np.array_equal(got, source[[5, 2]]), (layer, part, head)

@@ -44,3 +44,11 @@ def test_the_example_with_two_processes_runs() -> None:
     assert done.returncode == 0, done.stderr
     # 8 layers, K and V, 2 heads, 500 tokens, 64 elements of 2 bytes.
     assert done.stdout.startswith(f"{8 * 2 * 2 * 500 * 64 * 2} bytes arrived"), done.stdout
+
+
+def test_what_the_resharding_page_claims_in_code_holds() -> None:
+    text = (ROOT / "docs" / "resharding.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(code) >= 3
+    # One page, one namespace.
+    exec("\n".join(code), {})

@@ -39,6 +39,7 @@ fn ns(since: Instant) -> u64 {
 /// shards), `cursor_ns` (the pass over the pages) and `plan_ns` (that and all writes).
 #[pyfunction]
 #[pyo3(signature = (src, dst, *, src_pages, dst_pages, tokens, repeats))]
+#[expect(clippy::needless_pass_by_value, reason = "they are extracted from Python's arguments")]
 pub(crate) fn _bench_plan<'py>(
     py: Python<'py>,
     src: (Bound<'py, PyAny>, Bound<'py, Shard>),

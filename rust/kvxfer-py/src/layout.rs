@@ -59,6 +59,9 @@ fn dtype_name(obj: &Bound<'_, PyAny>) -> PyResult<String> {
     Ok(obj.str()?.to_string())
 }
 
+/// A `kvxfer.StateBlock`: units, bytes of one, rows, part.
+type Block = (Int<u32>, Int<u32>, Int<u32>, Int<u32>);
+
 fn known_dtype(py: Python<'_>, given: Option<&Bound<'_, PyAny>>, default: &str) -> PyResult<DType> {
     let name = given.map_or_else(|| Ok(default.to_owned()), dtype_name)?;
     DType::from_name(&name).ok_or_else(|| {
@@ -109,7 +112,7 @@ impl PageLayout {
         scale_stride_bytes: Option<Int<u64>>,
         k_scale: Option<f32>,
         v_scale: Option<f32>,
-        state: Option<Vec<(Int<u32>, Int<u32>, Int<u32>, Int<u32>)>>,
+        state: Option<Vec<Block>>,
     ) -> PyResult<Self> {
         let order = match order {
             "HND" => Order::Hnd,

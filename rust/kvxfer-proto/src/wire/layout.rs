@@ -140,8 +140,8 @@ impl Item for StateBlock {
 /// Four numbers.
 impl Value for StateBlock {
     fn put(&self, out: &mut Vec<u8>, at: At) -> Result<(), WireError> {
-        ((self.part, self.units)).put(out, at)?;
-        ((self.unit_bytes, self.rows)).put(out, at)
+        (self.part, self.units).put(out, at)?;
+        (self.unit_bytes, self.rows).put(out, at)
     }
     fn get(bytes: &[u8], at: At) -> Result<Self, WireError> {
         let (first, second) = bytes.split_at_checked(8).ok_or_else(|| at.value(bytes.len() as u64))?;
