@@ -32,7 +32,7 @@ from oracle_draw import HEADS, SIZES, engines, fits, layouts, rooms
 
 import kvxfer as kx
 
-DRAWS = int(os.environ.get("KVXFER_ORACLE_DRAWS", "2500"))
+DRAWS = int(os.environ.get("KVXFER_ORACLE_DRAWS", "2000"))
 pytestmark = pytest.mark.timeout(300 + DRAWS // 4)
 
 Key = tuple[Push, "tuple[int, int] | None", Ranks]
