@@ -15,6 +15,7 @@ SIZES = (1, 1, 2, 2, 3, 4, 4, 6, 8)
 PAGES = (1, 2, 3, 4, 4, 6, 8, 16, 32, 48)
 DTYPES = ("bfloat16", "float32", "float8_e4m3", "int4", "float16", "int8", "float4_e2m1")
 HEADS = (1, 2, 3, 4, 6, 8, 12)
+KINDS = ("heads", "heads", "heads", "heads", "latent", "state")
 
 
 def fits(units: int, *sizes: int) -> bool:
@@ -43,9 +44,9 @@ def lists(engine: Engine, start: int, end: int, pool: int, more: int, how: str, 
 
 
 @st.composite
-def models(draw: st.DrawFn, sizes: Sequence[int]) -> dict[str, Any]:
+def models(draw: st.DrawFn, sizes: Sequence[int], kinds: Sequence[str]) -> dict[str, Any]:
     """What both sides have alike in a group."""
-    kind = draw(st.sampled_from(("heads", "heads", "heads", "heads", "latent", "state")))
+    kind = draw(st.sampled_from(kinds))
     layers = draw(st.integers(1, 3))
     if kind == "state":
         units = [n for n in HEADS if fits(n, *sizes)]
@@ -111,11 +112,11 @@ def layouts(draw: st.DrawFn, model: dict[str, Any], tp_size: int, pp_size: int) 
 
 
 @st.composite
-def engines(draw: st.DrawFn, most_groups: int = 3) -> tuple[Engine, Engine]:
+def engines(draw: st.DrawFn, most_groups: int = 3, kinds: Sequence[str] = KINDS) -> tuple[Engine, Engine]:
     """Two sides that fit."""
     sizes = draw(st.tuples(st.sampled_from(SIZES), st.sampled_from(SIZES)))
     depths = draw(st.tuples(st.sampled_from((1, 1, 1, 2, 3)), st.sampled_from((1, 1, 1, 2, 3))))
-    groups = draw(st.lists(models(sizes), min_size=1, max_size=most_groups))
+    groups = draw(st.lists(models(sizes, kinds), min_size=1, max_size=most_groups))
     sides = [
         Engine(tuple(draw(layouts(model, tp, pp)) for model in groups), tp, pp)
         for tp, pp in zip(sizes, depths, strict=True)
