@@ -12,7 +12,9 @@
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-use kvxfer_check::model::{Family, FaultKind, Report, Setup, explore_and_tell, explore_staging, walk};
+use kvxfer_check::model::{
+    Family, FaultKind, Reduction, Report, Setup, explore_and_tell, explore_staging, walk,
+};
 use kvxfer_proto::node::Flaw;
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -52,6 +54,7 @@ struct Args {
     json: bool,
     one: bool,
     limit: u64,
+    outcomes: bool,
 }
 
 /// The worlds of `make model`, those that take longest first. Larger ones are walked by naming them: `--sources 2
@@ -79,6 +82,7 @@ fn parse() -> Result<Args, String> {
     let mut families = Family::ALL.to_vec();
     let mut like = Setup::new(Family::Copies, 2);
     let (mut one, mut walks, mut json, mut limit) = (false, 20_000, false, LIMIT);
+    let mut outcomes = false;
     while let Some(arg) = args.next() {
         let mut value = || args.next().ok_or(format!("{arg} wants a value"));
         let number = |v: String| v.parse::<u64>().map_err(|e| format!("{v}: {e}"));
@@ -86,8 +90,10 @@ fn parse() -> Result<Args, String> {
         match arg.as_str() {
             "--json" => json = true,
             "--walks" => walks = number(value()?)?,
+            "--outcomes" => outcomes = true,
             "--limit" => limit = number(value()?)?,
-            "--whole" => like.reduced = false,
+            "--whole" => like.reduced = Reduction::None,
+            "--all-orders" => like.reduced = Reduction::States,
             "--in-order" => like.in_order = true,
             "--faults" => like.faults = u8::try_from(number(value()?)?).map_err(|e| e.to_string())?,
             "--pieces" => {
@@ -122,7 +128,7 @@ fn parse() -> Result<Args, String> {
     } else {
         all()
     };
-    Ok(Args { jobs, walks, json, one, limit })
+    Ok(Args { jobs, walks, json, one, limit, outcomes })
 }
 
 /// The most memory that this process has used, in MB.
@@ -236,13 +242,21 @@ fn main() -> ExitCode {
                     let Some(job) = queue.lock().ok().and_then(|mut q| q.next()) else { break };
                     let progress = |r: &Report| {
                         if !args.json {
-                            eprintln!("  {}: {} M states, {:.0} s", job.name(), r.states / 1_000_000, r.took.as_secs_f64());
+                            eprintln!(
+                                "  {}: {} M states, {:.0} s",
+                                job.name(),
+                                r.states / 1_000_000,
+                                r.took.as_secs_f64()
+                            );
                         }
                     };
                     match explore_and_tell(&job.setup, args.limit, progress) {
                         Ok(r) => {
                             let ok = r.complete && r.states >= job.at_least;
                             show(args.json, &job.name(), &r, ok);
+                            if args.outcomes {
+                                r.outcomes.iter().for_each(|o| println!("    {o}"));
+                            }
                             if !ok {
                                 fail();
                             }

@@ -1,14 +1,14 @@
 //! The walk that leaves out what it need not look at finds what the whole walk finds.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
-use kvxfer_check::model::{Family, FaultKind, Property, Setup, explore};
+use kvxfer_check::model::{Family, FaultKind, Property, Reduction, Setup, explore};
 use kvxfer_proto::node::Flaw;
 
 const LIMIT: u64 = 400_000;
 
 /// Both ways reach the same ends, and nothing is found either way.
 fn same_ends(setup: &Setup) {
-    let whole = explore(&Setup { reduced: false, ..setup.clone() }, LIMIT).unwrap();
+    let whole = explore(&Setup { reduced: Reduction::None, ..setup.clone() }, LIMIT).unwrap();
     let less = explore(setup, LIMIT).unwrap();
     assert!(whole.complete && less.complete, "{setup:?}: {:?} {:?}", whole.found, less.found);
     assert_eq!(whole.outcomes, less.outcomes, "{setup:?}");
@@ -75,7 +75,7 @@ fn broken_variants_are_caught_either_way() {
                         only: Some(only),
                         ..Setup::new(family, 1)
                     };
-                    let whole = explore(&Setup { reduced: false, ..setup.clone() }, LIMIT).unwrap();
+                    let whole = explore(&Setup { reduced: Reduction::None, ..setup.clone() }, LIMIT).unwrap();
                     let less = explore(&setup, LIMIT).unwrap();
                     let found =
                         |r: &kvxfer_check::model::Report| r.found.as_ref().map(|c| c.violation.property);

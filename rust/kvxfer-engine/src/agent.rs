@@ -220,7 +220,7 @@ impl Agent {
     pub fn retract(&self, room: u64, push: PushId) -> Result<(), CallError> {
         let number = self.check(room)?;
         let shared = self.known(room)?;
-        self.submit(Order::Retract(number, push))?;
+        self.submit(Order::Retract(number, push, Arc::clone(&shared)))?;
         // Whatever replaces it comes with a new `last`.
         shared.last_ordered.store(false, Ordering::Relaxed);
         Ok(())
@@ -232,11 +232,11 @@ impl Agent {
     /// See [`CallError`]; nothing was done then.
     pub fn cancel(&self, room: u64) -> Result<(), CallError> {
         let number = self.check(room)?;
-        if self.known(room)?.end().is_some() {
-            // In the queue it could meet the number's next life, whose grant may come before the thread looks there.
+        let shared = self.known(room)?;
+        if shared.end().is_some() {
             return Ok(());
         }
-        self.submit(Order::Cancel(number))
+        self.submit(Order::Cancel(number, shared))
     }
 
     fn known(&self, room: u64) -> Result<Arc<RoomShared>, CallError> {

@@ -361,11 +361,12 @@ impl Driver {
                     }
                     self.node.handle_push(now, *push);
                 }
-                Order::Retract(room, push) => self.node.handle_retract(now, room, push),
-                // A room that is over here was over before this: it leaves no tombstone that its
-                // number's next life would meet.
-                Order::Cancel(room) if !self.node.is_live(room) => {}
-                Order::Cancel(room) => {
+                // What is meant for a room that is over would meet its number's next life, whose grant may be here already,
+                // or leave a tombstone for it.
+                Order::Retract(room, _, shared) | Order::Cancel(room, shared)
+                    if !self.is_same(now, room, &shared) => {}
+                Order::Retract(room, push, _) => self.node.handle_retract(now, room, push),
+                Order::Cancel(room, _) => {
                     let reason = Reason::new(
                         ReasonKind::Cancelled,
                         format!("room {room} was cancelled by {}", self.me.name),
@@ -376,6 +377,13 @@ impl Driver {
             }
         }
         any
+    }
+
+    /// Whether this room, and no later one of its number, is still going on.
+    fn is_same(&mut self, now: Time, room: Room, shared: &Arc<RoomShared>) -> bool {
+        // Its end may have come in this very turn.
+        self.carry_out(now);
+        shared.end().is_none() && self.rooms.get(&room).is_some_and(|r| Arc::ptr_eq(r, shared))
     }
 
     /// Asks whether pages that were not ready are.

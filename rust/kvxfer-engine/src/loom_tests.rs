@@ -61,7 +61,7 @@ fn open(n: u64, shared: &Arc<RoomShared>) -> Order {
 
 fn number(order: &Order) -> u64 {
     match order {
-        Order::Open(room, ..) | Order::Cancel(room) => room.get(),
+        Order::Open(room, ..) | Order::Cancel(room, _) => room.get(),
         _ => panic!("no other order is given here: {order:?}"),
     }
 }
@@ -305,7 +305,7 @@ fn transfer_thread(shared: &Shared) {
         while let Some(order) = shared.orders.take() {
             match order {
                 Order::Open(room, _, _, entry) => rooms.push((room, entry)),
-                Order::Cancel(room) => {
+                Order::Cancel(room, _) => {
                     if let Some(at) = rooms.iter().position(|(r, _)| *r == room) {
                         let (_, entry) = rooms.remove(at);
                         let mut event = AgentEvent::released(room);

@@ -17,8 +17,8 @@ pub(crate) enum Order {
     Expect(Box<Expect>, Arc<RoomShared>),
     Open(Room, Option<Duration>, Option<Duration>, Arc<RoomShared>),
     Push(Box<Push>, Arc<RoomShared>, Option<Arc<dyn ReadySignal>>),
-    Retract(Room, PushId),
-    Cancel(Room),
+    Retract(Room, PushId, Arc<RoomShared>),
+    Cancel(Room, Arc<RoomShared>),
     Evict(String),
 }
 
@@ -247,15 +247,18 @@ mod tests {
         rustix::event::poll(&mut fds, Some(&zero)).unwrap() == 1
     }
 
+    fn cancel() -> Order {
+        Order::Cancel(Room::new(1).unwrap(), Arc::new(RoomShared::new(true)))
+    }
+
     #[test]
     fn a_full_queue_gives_the_order_back_and_loses_nothing() {
         let orders = Orders::new(2).unwrap();
-        let room = Room::new(1).unwrap();
-        orders.submit(Order::Cancel(room)).unwrap();
-        orders.submit(Order::Cancel(room)).unwrap();
+        orders.submit(cancel()).unwrap();
+        orders.submit(cancel()).unwrap();
         let evict = || Order::Evict("decode-0".to_owned());
         assert!(matches!(orders.submit(evict()), Err(Order::Evict(_))));
-        assert!(matches!(orders.take(), Some(Order::Cancel(_))));
+        assert!(matches!(orders.take(), Some(Order::Cancel(..))));
         orders.submit(evict()).unwrap();
         assert_eq!(orders.len(), 2);
     }
@@ -263,16 +266,15 @@ mod tests {
     #[test]
     fn a_sleeping_thread_is_woken_once() {
         let orders = Orders::new(8).unwrap();
-        let order = || Order::Cancel(Room::new(1).unwrap());
-        orders.submit(order()).unwrap();
+        orders.submit(cancel()).unwrap();
         assert!(!orders.sleep(false, || panic!("there is work")));
         orders.take();
         let slept = orders.sleep(false, || {
             assert!(!readable(orders.signal.as_fd()));
-            orders.submit(order()).unwrap();
+            orders.submit(cancel()).unwrap();
             assert!(readable(orders.signal.as_fd()));
             orders.signal.clear();
-            orders.submit(order()).unwrap();
+            orders.submit(cancel()).unwrap();
             assert!(!readable(orders.signal.as_fd()), "it is awake already");
         });
         assert!(slept);
@@ -287,7 +289,7 @@ mod tests {
         }));
         assert!(!orders.sleep(false, || panic!("the thread does not know yet")));
         assert!(orders.sleep(true, || {}));
-        orders.submit(Order::Cancel(Room::new(1).unwrap())).unwrap();
+        orders.submit(cancel()).unwrap();
         orders.close();
         assert!(orders.is_closed());
     }

@@ -123,7 +123,7 @@ impl Shared {
                 Order::Open(room, _, _, shared) => (room, shared),
                 Order::Push(p, shared, _) => (p.room, shared),
                 // Their rooms have ended, or end with one of the others.
-                Order::Retract(..) | Order::Cancel(_) | Order::Evict(_) => continue,
+                Order::Retract(..) | Order::Cancel(..) | Order::Evict(_) => continue,
             };
             self.fail_room(room, &shared, &reason, !died, at_us);
         }

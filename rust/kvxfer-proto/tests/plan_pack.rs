@@ -101,15 +101,16 @@ fn measure() {
         dtype: DType::Bfloat16,
         order: Order::Nhd,
         kind: Kind::Kv,
+        ..PageLayout::PLAIN
     };
     let (src, dst) = (plan_support::side(layout, 2, 8), plan_support::side(layout, 1, 4));
     // Every other page, backwards: no two pages touch.
     let pages: Arc<[u32]> = (0..125).rev().map(|n| 2 * n).collect();
     let request = Request {
         src_pages: vec![pages.clone()],
-        src_start: 0,
+        src_tokens: 0..2000,
         dst_pages: vec![pages],
-        dst_start: 0,
+        dst_tokens: 0..2000,
         tokens: 0..2000,
         layers: 0..64,
     };

@@ -33,9 +33,8 @@ impl World {
             for at in self.setup.clone().addresses().filter(|at| *at != D) {
                 let d = PeerKey { incarnation: self.me(D), direction: Direction::TheyGrant };
                 let s = PeerKey { incarnation: self.me(at), direction: Direction::WeGrant };
-                let changed = self.renumber((D, s), (at, d))
-                    | self.renumber((at, d), (D, s))
-                    | self.renumber_pair(at);
+                let changed =
+                    self.renumber((D, s), (at, d)) | self.renumber((at, d), (D, s)) | self.renumber_pair(at);
                 touched[at] |= changed;
                 touched[D] |= changed;
             }
@@ -81,10 +80,22 @@ impl World {
         true
     }
 
+    /// Whether a process may still forget a peer that is alive, and by the number of its own fences know it again. That
+    /// takes time without a session, and who runs and is dialled has one before time passes.
+    fn may_forget(&self) -> bool {
+        let later = |k: &FaultKind| matches!(k, FaultKind::Timeout | FaultKind::Stop);
+        self.faults_left > 0 && self.setup.kinds.iter().any(later) || self.procs.iter().any(|p| p.stopped)
+    }
+
     fn renumber_generations(&mut self, at: usize, s: PeerKey, d: PeerKey) -> bool {
+        if self.may_forget() {
+            return false;
+        }
         let who = [d.incarnation, s.incarnation];
         let (ours, theirs) = (&self.procs[D].node, &self.procs[at].node);
-        if [ours.is_fencing(s), ours.is_unfenceable(s), theirs.is_fencing(d), theirs.is_unfenceable(d)] != [false; 4] {
+        if [ours.is_fencing(s), ours.is_unfenceable(s), theirs.is_fencing(d), theirs.is_unfenceable(d)]
+            != [false; 4]
+        {
             return false;
         }
         let mut off = ours.link_state(s).1.min(theirs.link_state(d).1);
@@ -139,7 +150,10 @@ impl World {
                 }
             }
         }
-        self.writes.iter_mut().filter(|w| (w.from, w.to) == (s.incarnation, d.incarnation)).for_each(|w| name(&mut w.ep));
+        self.writes
+            .iter_mut()
+            .filter(|w| (w.from, w.to) == (s.incarnation, d.incarnation))
+            .for_each(|w| name(&mut w.ep));
         for (at, key) in [(D, s), (at, d)] {
             let p = self.proc(at);
             p.eps.get_mut(&key).into_iter().chain(p.fencing.get_mut(&key)).for_each(name);
@@ -150,9 +164,14 @@ impl World {
     /// Every name of an endpoint between a source and the destination that is still to be found.
     pub(crate) fn endpoints_named(&self, at: usize, s: PeerKey, d: PeerKey) -> impl Iterator<Item = u8> {
         let who = [d.incarnation, s.incarnation];
-        let told = self.conns.iter().filter(move |c| c.who == who).flat_map(|c| &c.ends).flat_map(|e| &e.inbox);
+        let told =
+            self.conns.iter().filter(move |c| c.who == who).flat_map(|c| &c.ends).flat_map(|e| &e.inbox);
         let told = told.filter_map(|item| if let Item::Attach(n) = item { Some(*n) } else { None });
-        let written = self.writes.iter().filter(move |w| (w.from, w.to) == (s.incarnation, d.incarnation)).map(|w| w.ep);
+        let written = self
+            .writes
+            .iter()
+            .filter(move |w| (w.from, w.to) == (s.incarnation, d.incarnation))
+            .map(|w| w.ep);
         let (ours, theirs) = (&self.procs[D], &self.procs[at]);
         let held = [ours.eps.get(&s), ours.fencing.get(&s), theirs.eps.get(&d), theirs.fencing.get(&d)];
         told.chain(written).chain(held.into_iter().flatten().copied())
@@ -161,9 +180,10 @@ impl World {
     pub(crate) fn canonicalise_proc(&mut self, at: usize) {
         let me = self.me(at);
         let written = self.writes.iter().filter(|w| w.from == me).map(|w| w.id.0).max();
-        let forgets = self.faults_left > 0 && self.setup.kinds.contains(&FaultKind::Timeout);
+        let forgets = self.may_forget();
         // Of a dead peer that was forgotten nothing can come any more.
-        let ghosts = self.conns.iter().any(|c| c.who.contains(&me) && c.who.iter().any(|w| self.alive(*w).is_none()));
+        let ghosts =
+            self.conns.iter().any(|c| c.who.contains(&me) && c.who.iter().any(|w| self.alive(*w).is_none()));
         let p = self.proc(at);
         let known = p.running.keys().next_back().map(|id| id.0).max(written).unwrap_or(0);
         p.node.reuse_delivery_numbers(known);

@@ -567,8 +567,8 @@ impl World {
         let before = self.procs[D].rooms;
         let Ok(mut fresh) = super::world::Proc::new(&self.setup, at, life) else { return };
         if at == D {
-            // The engine that takes over does not know the rooms of the one that died.
-            fresh.to_expect = (0..super::world::ROOMS).filter(|r| !before[*r].ordered).map(|r| 1 << r).sum();
+            // The engine that takes over does not know the rooms of the ones that died.
+            fresh.to_expect = self.procs[D].to_expect;
         } else {
             // Its engine prefills again what is still wanted.
             fresh.to_push = (0..super::world::ROOMS).filter(|r| !before[*r].is_over()).map(|r| 1 << r).sum();

@@ -190,7 +190,7 @@ pub fn explore_and_tell(
         on_path.insert(print);
         path.push(Level::new(next, print));
         report.deepest = report.deepest.max(path.len() - 1);
-        if report.states % 1_000_000 == 0 {
+        if report.states.is_multiple_of(1_000_000) {
             report.took = began.elapsed();
             tell(&report);
         }
@@ -203,10 +203,12 @@ pub fn explore_and_tell(
     report.took = began.elapsed();
     report.complete = path.is_empty() && wrong.is_none();
     report.found = wrong.map(|violation| {
-        let steps =
-            path.iter().filter_map(|l| Some(l.steps.get(l.next.checked_sub(1)?)?.0.clone()))
+        let steps = path
+            .iter()
+            .filter_map(|l| Some(l.steps.get(l.next.checked_sub(1)?)?.0.clone()))
             // An oath takes nothing away from what the others can do: the path is one without it, too.
-            .filter(|s| !matches!(s, Step::Doom(_))).collect();
+            .filter(|s| !matches!(s, Step::Doom(_)))
+            .collect();
         Counterexample { setup: setup.clone(), steps, violation }
     });
     Ok(report)

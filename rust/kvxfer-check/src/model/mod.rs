@@ -42,7 +42,7 @@ mod world;
 pub use explore::{Counterexample, Report, Walks, explore, explore_and_tell, shortest, walk};
 pub use staging::{StagingReport, explore_staging};
 pub use steps::Step;
-pub use world::{D, Family, FaultKind, S0, S1, Setup, World};
+pub use world::{D, Family, FaultKind, Reduction, S0, S1, Setup, World};
 
 use std::fmt;
 

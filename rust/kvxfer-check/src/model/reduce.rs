@@ -40,7 +40,7 @@
 //! rules are broken in the broken variants.
 
 use super::steps::Step;
-use super::world::{D, EndState, Family, FaultKind, World, index};
+use super::world::{D, EndState, Family, FaultKind, Reduction, World, index};
 use kvxfer_proto::node::{Direction, PeerKey, Wait};
 use kvxfer_proto::{Incarnation, Room};
 
@@ -51,7 +51,7 @@ impl World {
     /// The steps to walk from here.
     pub(crate) fn steps_to_walk(&self) -> Walked {
         let all = self.steps();
-        if self.setup.reduced {
+        if self.setup.reduced == Reduction::Orders {
             let sources = || self.setup.addresses().filter(|at| *at != D && !self.procs[*at].stopped);
             let found = sources()
                 .find_map(|at| self.leftovers(at, &all))
@@ -73,16 +73,18 @@ impl World {
     fn leftovers(&self, at: usize, all: &[Step]) -> Option<Walked> {
         let (me, p) = (self.me(at), &self.procs[at]);
         let dead = |who: Incarnation| self.alive(who).is_none();
-        let delivery = |id: &kvxfer_proto::node::DeliveryId| p.running.get(id).is_some_and(|r| dead(r.key.incarnation));
+        let delivery =
+            |id: &kvxfer_proto::node::DeliveryId| p.running.get(id).is_some_and(|r| dead(r.key.incarnation));
         let gone = |room: Room| self.is_gone(index(room));
         let mine = |s: &&Step| match s {
             Step::Push(who, r) | Step::Cancel(who, r) => *who == at && self.is_gone(*r),
             Step::Read(who, c) | Step::EndOfFile(who, c) => *who == at && dead(c.0[0]),
             Step::Post(who, id) | Step::Complete(who, id) => *who == at && delivery(id),
-            Step::FenceDone(who, key) | Step::Broken(who, key) => *who == at && dead(key.incarnation),
+            Step::FenceDone(who, key) | Step::Broken(who, key) | Step::RunOut(who, Wait::Peer(key)) => {
+                *who == at && dead(key.incarnation)
+            }
             Step::DeathSeen(who, of) | Step::Settled(who, of) => *who == at && dead(*of),
             Step::Land(w) => w.0.from == me && dead(w.0.to),
-            Step::RunOut(who, Wait::Peer(key)) => *who == at && dead(key.incarnation),
             Step::RunOut(who, Wait::Outbound(room)) => *who == at && gone(*room),
             _ => false,
         };
@@ -122,9 +124,7 @@ impl World {
     /// Whether nothing that others do decides what this source can do.
     fn is_calm(&self, at: usize) -> bool {
         let (me, p) = (self.me(at), &self.procs[at]);
-        if !p.fencing.is_empty()
-            || self.is_doomed(at)
-            || self.writes.iter().any(|w| w.from == me && !w.loose)
+        if !p.fencing.is_empty() || self.is_doomed(at) || self.writes.iter().any(|w| w.from == me && !w.loose)
         {
             return false;
         }

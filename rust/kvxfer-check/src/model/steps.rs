@@ -478,7 +478,8 @@ impl World {
         }
         let rooms = self.setup.addresses().flat_map(|at| (0..ROOMS).map(move |r| (at, r)));
         let (at, r) = rooms.into_iter().find(|(at, r)| self.procs[*at].rooms[*r].success == 0)?;
-        let text = format!("no fault has happened, and room {} did not succeed at {}", room(r), self.name(at));
+        let text =
+            format!("no fault has happened, and room {} did not succeed at {}", room(r), self.name(at));
         Some(Violation { property: Property::FaultFreeRoomsSucceed, text })
     }
 

@@ -102,6 +102,17 @@ impl FaultKind {
     }
 }
 
+/// What is left out of a walk, since it leads to nothing new.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Reduction {
+    /// Nothing.
+    None,
+    /// States that have the future of another one (`canon.rs`).
+    States,
+    /// Orders of steps, too, that lead to the same (`reduce.rs`).
+    Orders,
+}
+
 /// Which world is walked.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Setup {
@@ -120,8 +131,8 @@ pub struct Setup {
     pub in_order: bool,
     /// A rule that the machines break.
     pub flaw: Option<Flaw>,
-    /// Steps that need not be walked in every order are not; only [`super::explore`] looks at it.
-    pub reduced: bool,
+    /// What need not be walked; only [`super::explore`] looks at it.
+    pub reduced: Reduction,
     /// Only this property is checked; all if `None`.
     pub only: Option<super::Property>,
 }
@@ -136,7 +147,7 @@ impl Setup {
             kinds: FaultKind::ALL.to_vec(),
             pieces: 1,
             in_order: false,
-            reduced: true,
+            reduced: Reduction::Orders,
             sources: 2,
             flaw: None,
             only: None,
@@ -524,7 +535,7 @@ impl World {
 
     /// What takes no part in the future is removed, and processes that may have changed get new fingerprints.
     pub(crate) fn tidy(&mut self, mut touched: [bool; 3]) {
-        if self.setup.reduced {
+        if self.setup.reduced >= Reduction::States {
             self.canonicalise(&mut touched);
         }
         self.conns.retain(|c| c.ends.iter().any(|e| e.state != EndState::Closed));
@@ -537,7 +548,7 @@ impl World {
         for (at, touched) in touched.into_iter().enumerate() {
             if touched {
                 self.proc(at).node.forget_statistics();
-                if self.setup.reduced {
+                if self.setup.reduced >= Reduction::States {
                     self.canonicalise_proc(at);
                 }
                 self.prints[at] = Fp::of(&*self.procs[at]);

@@ -360,6 +360,8 @@ impl Conn {
             h.handle_eof();
             self.handshake_over(out);
         }
+        // It may still read: a peer that is refused, and has said all it wanted, is to learn why.
+        self.write();
         let cut = self.tls.as_mut().is_some_and(|tls| tls.was_cut_off());
         let text = if cut { "the TLS stream was cut off" } else { "the peer closed the connection" };
         self.fail(Reason::new(ReasonKind::PeerLost, text));

@@ -64,3 +64,31 @@ fn a_connection_that_passes_its_handshake_in_a_turn_is_no_stranger_later_in_it()
     until(&mut control, &mut events, |control, _| control.limited_connections == 1);
     assert_eq!((control.len(), established(&events)), (2, 1));
 }
+
+#[test]
+fn a_peer_that_has_said_all_it_wanted_is_told_why_it_is_refused() {
+    let (mut control, _wake) = control(Limits::default());
+    let mut events = Vec::new();
+    let config = handshake::Config::new(Incarnation(2), [2; 32], None);
+    let mut peer = Handshake::initiator(config, Purpose::Lookup, SessionNo(1));
+    let mut stream = TcpStream::connect(control.address()).unwrap();
+    until(&mut control, &mut events, |control, _| control.len() == 1);
+    let hello = peer.poll_frame().unwrap();
+    stream.write_all(&[hello.clone(), hello].concat()).unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    // Its words in one turn and its end in the next, with nothing sent in between.
+    for _ in 0..3 {
+        control.turn(Some(Duration::from_secs(1)), &mut events);
+    }
+    control.settle(&mut events);
+    let mut said = Vec::new();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.read_to_end(&mut said).unwrap();
+    let mut decoder = Decoder::new();
+    decoder.feed(&said);
+    let mut names = Vec::new();
+    while let Ok(Some(kvxfer_proto::wire::Decoded::Frame(frame))) = decoder.next_frame() {
+        names.push(frame.msg.name());
+    }
+    assert_eq!(names, ["Challenge", "Refuse"]);
+}

@@ -240,12 +240,6 @@ impl Node {
         self.tombs.untell(room);
     }
 
-    /// Whether the room is under way here: it has begun and is not over.
-    #[must_use]
-    pub fn is_live(&self, room: Room) -> bool {
-        self.inbound.contains_key(&room) || self.outbound.contains_key(&room)
-    }
-
     fn tomb_limits(&self) -> tomb::Limits {
         tomb::Limits {
             open: self.cfg.tombstones,
