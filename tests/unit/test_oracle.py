@@ -266,7 +266,8 @@ def different(layout: kx.PageLayout, field: str) -> tuple[kx.PageLayout, str]:
     if field == "window_tokens":
         return again(layout, window_tokens=(layout.window_tokens or 6) + 1), "window"
     if field == "scale_dim":
-        return again(layout, scale_dim=4, scale_dtype=layout.scale_dtype or "int8"), "scales"
+        dim = 2 * (layout.scale_dim or 1)
+        return again(layout, scale_dim=dim, scale_dtype=layout.scale_dtype or "int8"), "scales"
     if field == "scale_dtype":
         return again(layout, scale_dim=layout.scale_dim or 2, scale_dtype="int8"), "scales"
     other: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0}
