@@ -52,7 +52,7 @@ test-python: ## Run the Python tests only; ARGS="tests/unit -k name" picks some
 	@scripts/preflight.sh rust python
 	@scripts/run_tests.sh python $(ARGS)
 
-oracle-long: ## Compare many more random plans with the slow model of tests/support/oracle.py; DRAWS=50000
+oracle-long: ## Compare many more random plans with the slow model of tests/support/oracle.py (half an hour); DRAWS=50000
 	@scripts/preflight.sh rust python
 	@$(setup) --extras test --extension
 	@KVXFER_ORACLE_DRAWS=$(or $(DRAWS),50000) $(BIN)/python -m pytest -q tests/unit/test_oracle.py
