@@ -36,7 +36,7 @@ demo: ## Run the main job: a prefill and a decode process hand off a real model'
 	@$(setup) --extras demo,ucx$(more) --extension
 	@$(BIN)/kvxfer demo $(ARGS)
 
-test: ## Run all tests, Rust and Python (first time about 13 minutes on 2 cores)
+test: ## Run all tests, Rust and Python (first time about a quarter of an hour on 2 cores)
 	@scripts/preflight.sh rust python
 	@scripts/run_tests.sh all
 
