@@ -25,7 +25,7 @@ comma := ,
 more := $(if $(EXTRAS),$(comma)$(EXTRAS))
 setup = $(PYTHON) scripts/setup_env.py $(if $(EXPLICIT_PYTHON),--explicit-python)
 
-.PHONY: help demo ptx test test-rust test-loom test-python soak sim-long fuzz stress model lint fmt stubs wheel doctor bench-post clean
+.PHONY: help demo ptx pictures test test-rust test-loom test-python oracle-long soak sim-long fuzz stress model lint fmt stubs wheel doctor bench-post clean
 
 help: ## List the targets
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -36,7 +36,7 @@ demo: ## Run the main job: a prefill and a decode process hand off a real model'
 	@$(setup) --extras demo,ucx$(more) --extension
 	@$(BIN)/kvxfer demo $(ARGS)
 
-test: ## Run all tests, Rust and Python (first time about 13 minutes on 2 cores)
+test: ## Run all tests, Rust and Python (first time about a quarter of an hour on 2 cores)
 	@scripts/preflight.sh rust python
 	@scripts/run_tests.sh all
 
@@ -51,6 +51,11 @@ test-loom: ## Walk the interleavings of what callers and the transfer thread sha
 test-python: ## Run the Python tests only; ARGS="tests/unit -k name" picks some
 	@scripts/preflight.sh rust python
 	@scripts/run_tests.sh python $(ARGS)
+
+oracle-long: ## Compare many more random plans with the slow model of tests/support/oracle.py (half an hour); DRAWS=50000
+	@scripts/preflight.sh rust python
+	@$(setup) --extras test --extension
+	@KVXFER_ORACLE_DRAWS=$(or $(DRAWS),50000) $(BIN)/python -m pytest -q tests/unit/test_oracle.py
 
 sim-long: ## Run the simulator over many seeds; MINUTES=15, SEEDS=n instead, FROM=1000 the first seed
 	@scripts/preflight.sh rust
@@ -111,6 +116,11 @@ ptx: ## Compile cuda/pack.cu into the PTX that is committed (NVRTC from PyPI; no
 	@scripts/preflight.sh python
 	@$(setup) --extras kernels
 	@$(BIN)/python scripts/build_ptx.py
+
+pictures: ## Draw docs/pictures from what the planner answers
+	@scripts/preflight.sh rust python
+	@$(setup) --extension
+	@$(BIN)/python scripts/draw_plans.py
 
 clean: ## Remove the venv, build outputs and caches
 	@rm -rf $(VENV) target fuzz/target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -20,7 +20,7 @@ fn complete(setup: &Setup, at_least: u64) {
 #[test]
 fn two_sources_without_a_fault() {
     for family in Family::ALL {
-        complete(&Setup::new(family, 0), 1000);
+        complete(&Setup::new(family, 0), 500);
     }
 }
 

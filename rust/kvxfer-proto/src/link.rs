@@ -203,6 +203,11 @@ impl Link {
         self.outbox.iter().flatten()
     }
 
+    /// For a checker: the same, to be renamed.
+    pub fn pending_mut(&mut self) -> impl Iterator<Item = &mut Msg> {
+        self.outbox.iter_mut().flatten()
+    }
+
     /// For a checker: whether [`Link::forget_received`] would forget anything.
     pub(crate) fn remembers_received(&self, received: u64) -> bool {
         let many = usize::try_from(received.saturating_sub(self.acked)).unwrap_or(usize::MAX);

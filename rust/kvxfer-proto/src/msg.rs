@@ -474,6 +474,39 @@ pub struct Packed {
 }
 
 impl Msg {
+    /// The grant that this names, or up to which it voids them.
+    pub fn seq_mut(&mut self) -> Option<&mut Seq> {
+        match self {
+            Self::Grant(m) => Some(&mut m.seq),
+            Self::Cancel(m) => Some(&mut m.upto),
+            Self::Drained(m) => Some(&mut m.seq),
+            Self::Ready(m) => Some(&mut m.seq),
+            Self::Retract(m) => Some(&mut m.seq),
+            Self::Copied(m) => Some(&mut m.seq),
+            Self::Done(m) => Some(&mut m.seq),
+            Self::Finished(m) => Some(&mut m.seq),
+            Self::Credit(m) => Some(&mut m.seq),
+            _ => None,
+        }
+    }
+
+    /// The grant that this names, or up to which it voids them.
+    #[must_use]
+    pub fn seq(&self) -> Option<Seq> {
+        Some(match self {
+            Self::Grant(m) => m.seq,
+            Self::Cancel(m) => m.upto,
+            Self::Drained(m) => m.seq,
+            Self::Ready(m) => m.seq,
+            Self::Retract(m) => m.seq,
+            Self::Copied(m) => m.seq,
+            Self::Done(m) => m.seq,
+            Self::Finished(m) => m.seq,
+            Self::Credit(m) => m.seq,
+            _ => return None,
+        })
+    }
+
     /// The message's name, for errors and logs.
     #[must_use]
     pub const fn name(&self) -> &'static str {

@@ -54,6 +54,33 @@ impl World {
         self.renumber_sessions(at, s, d_key)
             | self.renumber_generations(at, s, d_key)
             | self.rename_endpoints(at, s, d_key)
+            | self.renumber_seqs(at, s, d_key)
+    }
+
+    fn renumber_seqs(&mut self, at: usize, s: PeerKey, d: PeerKey) -> bool {
+        let who = [d.incarnation, s.incarnation];
+        let (ours, theirs) = (&self.procs[D].node, &self.procs[at].node);
+        let on_its_way =
+            self.conns.iter().filter(|c| c.who == who).flat_map(|c| &c.ends).flat_map(|e| &e.inbox);
+        let said = on_its_way.filter_map(|item| if let Item::Frame(f) = item { f.msg.seq() } else { None });
+        let named = said.chain(ours.seqs(s)).chain(theirs.seqs(d)).map(|seq| seq.0).min();
+        let off = named.unwrap_or(ours.last_seq(s).0 + 1).saturating_sub(1);
+        if off == 0 {
+            return false;
+        }
+        for c in self.conns.iter_mut().filter(|c| c.who == who) {
+            for item in Arc::make_mut(c).ends.iter_mut().flat_map(|e| &mut e.inbox) {
+                if let Item::Frame(f) = item
+                    && f.msg.seq().is_some()
+                    && let Some(seq) = Arc::make_mut(f).msg.seq_mut()
+                {
+                    seq.0 = seq.0.saturating_sub(off);
+                }
+            }
+        }
+        self.proc(D).node.renumber_seqs(s, off);
+        self.proc(at).node.renumber_seqs(d, off);
+        true
     }
 
     fn renumber_sessions(&mut self, at: usize, s: PeerKey, d: PeerKey) -> bool {

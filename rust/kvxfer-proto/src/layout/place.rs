@@ -155,9 +155,11 @@ fn layer_stride(layout: &PageLayout, shard: &Shard, part: u32) -> Result<u64, La
 pub(super) fn page(layout: &PageLayout, shard: &Shard, part: u32) -> Result<PartPage, LayoutError> {
     let one = layer_bytes(layout, shard, part)?;
     let layers = shard.layers(layout).len() as u64;
-    // At most 4096 layers of 2^31 bytes.
     let bytes = match layout.cross {
-        Some(_) if layers > 0 => (layers - 1) * layer_stride(layout, shard, part)? + one,
+        // A stride is a caller's or a peer's: what overflows is past the limit, too.
+        Some(_) if layers > 0 => {
+            (layers - 1).saturating_mul(layer_stride(layout, shard, part)?).saturating_add(one)
+        }
         _ => one,
     };
     let label = layout.parts_label(part);

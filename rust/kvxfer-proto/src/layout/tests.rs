@@ -125,3 +125,19 @@ fn regions_are_listed_by_group_layer_part() {
     let labels: Vec<_> = regions.iter().map(|r| side.groups[r.group as usize].parts_label(r.part)).collect();
     assert_eq!(labels, ["k", "v", "k", "v", "kv", "kv", "latent", "latent"]);
 }
+
+#[test]
+fn strides_past_64_bits_are_refused_and_overflow_nothing() {
+    for layers in [2, 4, 4096] {
+        for stride in [u64::MAX, u64::MAX - 1, u64::MAX / 2, 1 << 62] {
+            let layout = PageLayout {
+                layers,
+                cross: Some(CrossLayer { layer_stride: Some(stride) }),
+                ..self::layout(Kind::Kv)
+            };
+            let shard = Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 };
+            let page = part_page(&layout, &shard, 0);
+            assert!(page.is_err(), "{layers} layers, {stride}: {page:?}");
+        }
+    }
+}

@@ -7,7 +7,8 @@
 use super::inbound::Inbound;
 use super::outbound::Outbound;
 use super::{Counters, Node, PeerKey, Timer};
-use crate::ids::{Room, SessionNo, Time};
+use crate::ids::{Room, Seq, SessionNo, Time};
+use crate::msg::Msg;
 
 /// A timer that is set.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -147,6 +148,33 @@ impl Node {
         if let Some(peer) = self.peers.get_mut(&key) {
             peer.link.renumber_generations(off);
         }
+    }
+
+    /// Every sequence number of a grant between this node and this peer that this node still names.
+    pub fn seqs(&self, key: PeerKey) -> impl Iterator<Item = Seq> {
+        let said = self.peers.get(&key).into_iter().flat_map(|p| p.link.pending()).filter_map(Msg::seq);
+        let held = self.outbound.values().filter_map(move |r| r.seqs_of(key)).flatten();
+        self.seqs_granted(key).chain(said).chain(held)
+    }
+
+    /// The sequence number of the last grant to this peer.
+    #[must_use]
+    pub fn last_seq(&self, key: PeerKey) -> Seq {
+        Seq(self.peers.get(&key).map_or(0, |p| p.next_seq))
+    }
+
+    /// Takes so much off every sequence number of a grant between this node and this peer: only their order counts. The
+    /// caller does the same on the other side and to what is on its way, and no number that anybody names is as low.
+    pub fn renumber_seqs(&mut self, key: PeerKey, off: u64) {
+        let lower = |seq: &mut Seq| seq.0 = seq.0.saturating_sub(off);
+        if let Some(peer) = self.peers.get_mut(&key) {
+            peer.next_seq = peer.next_seq.saturating_sub(off);
+            peer.link.pending_mut().filter_map(Msg::seq_mut).for_each(lower);
+        }
+        for r in self.outbound.values_mut() {
+            r.renumber_seqs(key, off);
+        }
+        self.renumber_seqs_granted(key, off);
     }
 
     /// How much of its links' generations is due to its own fences is forgotten. Only for a checker that will not let

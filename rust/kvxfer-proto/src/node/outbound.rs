@@ -96,6 +96,20 @@ pub(super) struct Outbound {
 }
 
 impl Outbound {
+    /// For checkers: the sequence numbers that this room names of a peer's grant.
+    pub(super) fn seqs_of(&self, key: PeerKey) -> Option<impl Iterator<Item = Seq> + use<>> {
+        let named = self.dests.get(&key).map(|d| [d.seq, d.cancelled_upto])?;
+        Some(named.into_iter().filter(|seq| seq.0 > 0))
+    }
+
+    /// For checkers: so much was taken off every sequence number with this peer.
+    pub(super) fn renumber_seqs(&mut self, key: PeerKey, off: u64) {
+        if let Some(d) = self.dests.get_mut(&key) {
+            d.seq.0 = d.seq.0.saturating_sub(off);
+            d.cancelled_upto.0 = d.cancelled_upto.0.saturating_sub(off);
+        }
+    }
+
     fn new(now: Time, bootstrap: Duration, waiting: Duration) -> Self {
         Self {
             local: false,

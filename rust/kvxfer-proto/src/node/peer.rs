@@ -50,7 +50,7 @@ pub(super) struct Peer {
     pub(super) ungranted: Vec<Room>,
     /// It said goodbye, or another incarnation took its place: it will not come back.
     gone: bool,
-    next_seq: u64,
+    pub(super) next_seq: u64,
     /// Ranks of its engine, once it has said.
     pub(super) ranks: Option<u32>,
     /// Rooms that it granted and that nothing was pushed for yet, and the pages in their lists.

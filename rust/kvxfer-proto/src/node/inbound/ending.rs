@@ -2,7 +2,7 @@
 
 use super::Inbound;
 use crate::error::{Reason, ReasonKind};
-use crate::ids::{Room, Time};
+use crate::ids::{Room, Seq, Time};
 use crate::msg::{Cancel, Drained, Finished, Grant, Msg, RoomFailed};
 use crate::node::tomb::Tomb;
 use crate::node::types::{Event, EventKind, Flaw, Mover, Stage};
@@ -277,6 +277,18 @@ impl Node {
     pub(in crate::node) fn renumber_grants(&mut self, key: PeerKey, sent: u64) {
         for g in self.inbound.values_mut().filter_map(|r| r.grants.get_mut(&key)) {
             g.number = g.number.saturating_sub(sent);
+        }
+    }
+
+    /// For checkers: the sequence numbers of what was granted to this peer.
+    pub(in crate::node) fn seqs_granted(&self, key: PeerKey) -> impl Iterator<Item = Seq> {
+        self.inbound.values().filter_map(move |r| r.grants.get(&key)).map(|g| g.seq)
+    }
+
+    /// For checkers: so much was taken off every sequence number with this peer.
+    pub(in crate::node) fn renumber_seqs_granted(&mut self, key: PeerKey, off: u64) {
+        for g in self.inbound.values_mut().filter_map(|r| r.grants.get_mut(&key)) {
+            g.seq.0 = g.seq.0.saturating_sub(off);
         }
     }
 
