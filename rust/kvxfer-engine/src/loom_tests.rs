@@ -59,6 +59,11 @@ fn open(n: u64, shared: &Arc<RoomShared>) -> Order {
     Order::Open(room(n), None, None, Arc::clone(shared))
 }
 
+/// An order that begins none.
+fn cancel(room: Room) -> Order {
+    Order::Cancel(room, Arc::new(RoomShared::new(true)))
+}
+
 fn number(order: &Order) -> u64 {
     match order {
         Order::Open(room, ..) | Order::Cancel(room, _) => room.get(),
@@ -86,7 +91,7 @@ protocol!(an_order_never_finds_the_thread_asleep_for_good, || {
     let callers: Vec<JoinHandle<()>> = (1..=2)
         .map(|n| {
             let orders = Arc::clone(&orders);
-            spawn(move || orders.submit(Order::Cancel(room(n))).unwrap())
+            spawn(move || orders.submit(cancel(room(n))).unwrap())
         })
         .collect();
     let mut taken = take(&orders, 2);
@@ -109,7 +114,7 @@ protocol!(a_full_queue_refuses_and_loses_nothing, || {
     let callers: Vec<JoinHandle<Option<u64>>> = (1..=2)
         .map(|n| {
             let orders = Arc::clone(&orders);
-            spawn(move || match orders.submit(Order::Cancel(room(n))) {
+            spawn(move || match orders.submit(cancel(room(n))) {
                 Ok(()) => Some(n),
                 Err(order) => {
                     assert_eq!(number(&order), n, "the caller's own order");
@@ -342,7 +347,7 @@ protocol!(closing_while_others_call_ends_every_room_once, || {
             if shared.orders.is_closed() || shared.submit(open(1, &entry), || 0).is_err() {
                 return 0;
             }
-            let _ = shared.submit(Order::Cancel(room(1)), || 0);
+            let _ = shared.submit(cancel(room(1)), || 0);
             assert!(entry.wait(None).unwrap().error().is_some());
             1
         })
@@ -391,7 +396,7 @@ protocol!(a_refused_push_takes_back_nobody_elses_room, || {
 // If all pushes for a room are refused, nothing of it is left, and who waits for it is told.
 protocol!(a_room_whose_orders_were_all_refused_leaves_nothing, || {
     let shared = Arc::new(Shared::new(1).unwrap());
-    shared.submit(Order::Cancel(room(1)), || 0).unwrap();
+    shared.submit(cancel(room(1)), || 0).unwrap();
     let table = Arc::new(Table::new());
     let callers: Vec<JoinHandle<()>> = (0..2)
         .map(|_| {

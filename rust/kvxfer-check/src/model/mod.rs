@@ -23,8 +23,9 @@
 //!
 //! **Reduction.** While no fault has told the sources apart, the first one that does hits the first source: every other
 //! path is one of these with the sources exchanged. States with one future are made one, and steps of a source that
-//! nobody else can see or disturb are walked in one order (`canon.rs`, `reduce.rs`); [`Setup::reduced`] turns both off,
-//! and `tests/model_reduction.rs` walks small worlds both ways. [`Setup::prompt`] is not a reduction but a smaller set of paths.
+//! nobody else can see or disturb are walked in one order (`canon.rs`, `reduce.rs`); [`Setup::reduced`] turns either off,
+//! and `tests/model_reduction.rs` walks small worlds both ways. [`Setup::in_order`] is not a reduction but a smaller set of
+//! paths.
 //!
 //! States are remembered as 128-bit fingerprints. [`explore`] walks depth first without a bound; a path that comes back
 //! to itself, or counts up for ever, is reported ([`Property::EveryPathEnds`]). [`shortest`] walks breadth first, for

@@ -133,7 +133,7 @@ fn strides_past_64_bits_are_refused_and_overflow_nothing() {
             let layout = PageLayout {
                 layers,
                 cross: Some(CrossLayer { layer_stride: Some(stride) }),
-                ..self::layout(Kind::Kv)
+                ..layout(Kind::Kv)
             };
             let shard = Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 };
             let page = part_page(&layout, &shard, 0);
