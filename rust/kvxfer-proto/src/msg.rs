@@ -486,6 +486,8 @@ impl Msg {
             Self::Done(m) => Some(&mut m.seq),
             Self::Finished(m) => Some(&mut m.seq),
             Self::Credit(m) => Some(&mut m.seq),
+            Self::Pack(m) => Some(&mut m.seq),
+            Self::Packed(m) => Some(&mut m.seq),
             _ => None,
         }
     }
@@ -503,6 +505,8 @@ impl Msg {
             Self::Done(m) => m.seq,
             Self::Finished(m) => m.seq,
             Self::Credit(m) => m.seq,
+            Self::Pack(m) => m.seq,
+            Self::Packed(m) => m.seq,
             _ => return None,
         })
     }
