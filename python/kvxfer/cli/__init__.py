@@ -184,6 +184,8 @@ _FLAWS = (
     "no-tombstone",
     "no-session-check",
     "staging-slot-freed-early",
+    "unpack-after-release",
+    "old-credits-count",
 )
 
 

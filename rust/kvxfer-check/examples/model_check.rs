@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo run --release -p kvxfer-check --example model_check -- [--faults N] [--family NAME] [--sources N] [--in-order]
-//!     [--kinds cancel,stop] [--flaw NAME] [--pieces N] [--walks N] [--limit N] [--whole] [--all-orders] [--outcomes] [--json]
+//!     [--kinds cancel,stop] [--flaw NAME] [--pieces N] [--slots N] [--walks N] [--limit N] [--whole] [--all-orders] [--outcomes] [--json]
 //! ```
 //!
 //! Without arguments, all the worlds that `make model` walks, two at a time. Ends with 1 if anything was found, or if a
@@ -94,6 +94,9 @@ fn parse() -> Result<Args, String> {
             "--faults" => like.faults = u8::try_from(number(value()?)?).map_err(|e| e.to_string())?,
             "--pieces" => {
                 like.pieces = u8::try_from(number(value()?)?.clamp(1, 2)).map_err(|e| e.to_string())?;
+            }
+            "--slots" => {
+                like.slots = u8::try_from(number(value()?)?.clamp(1, 4)).map_err(|e| e.to_string())?;
             }
             "--sources" => like.sources = if number(value()?)? == 1 { 1 } else { 2 },
             "--family" => {

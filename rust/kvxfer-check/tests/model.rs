@@ -40,6 +40,21 @@ fn one_source_and_any_fault_when_the_receiver_copies() {
 }
 
 #[test]
+fn one_source_and_any_fault_when_pushes_go_packed() {
+    for family in [Family::PackedFenced, Family::PackedUnfenced] {
+        complete(&Setup { sources: 1, ..Setup::new(family, 1) }, 10_000);
+    }
+}
+
+/// Each push needs the one slot twice.
+#[test]
+fn packed_pieces_take_turns_in_one_slot() {
+    let kinds = vec![FaultKind::Cancel];
+    complete(&Setup { pieces: 2, kinds, sources: 1, ..Setup::new(Family::PackedUnfenced, 1) }, 1_000);
+    complete(&Setup { pieces: 2, ..Setup::new(Family::PackedFenced, 0) }, 1_000);
+}
+
+#[test]
 fn two_sources_and_a_cancel() {
     for family in Family::ALL {
         complete(&Setup { kinds: vec![FaultKind::Cancel], ..Setup::new(family, 1) }, 5_000);
@@ -50,7 +65,8 @@ fn two_sources_and_a_cancel() {
 fn random_walks_with_many_faults() {
     for family in Family::ALL {
         for faults in 2..=5 {
-            let w = walk(&Setup { pieces: 2, ..Setup::new(family, faults) }, 0..150).unwrap();
+            let w = walk(&Setup { pieces: 2, slots: faults % 3 + 1, ..Setup::new(family, faults) }, 0..150)
+                .unwrap();
             if let Some((seed, c)) = w.found {
                 panic!("seed {seed}: {}", c.shortened());
             }

@@ -89,6 +89,58 @@ fn no_session_check_takes_a_frame_of_an_old_session_for_a_new_one() {
 }
 
 #[test]
+fn a_staging_slot_freed_early_is_written_by_one_who_has_it_no_more() {
+    for family in [Family::PackedFenced, Family::PackedUnfenced] {
+        let faults = [FaultKind::Cancel];
+        let trace = caught(&broken(Flaw::StagingSlotFreedEarly, family, &faults, Property::NoLateWrite));
+        assert!(trace.contains("lands in slot 0"), "{trace}");
+    }
+}
+
+/// The second source gets the slot while the first one's write to it is in flight.
+#[test]
+fn a_staging_slot_freed_early_is_lent_to_another_source() {
+    let setup = Setup {
+        sources: 2,
+        ..broken(
+            Flaw::StagingSlotFreedEarly,
+            Family::PackedUnfenced,
+            &[FaultKind::Cancel],
+            Property::HonestPeersKeepTheProtocol,
+        )
+    };
+    let found = explore(&setup, LIMIT).unwrap().found.expect("the flaw is not caught").shortened();
+    assert_eq!(found.replay().unwrap().0, Some(found.violation.clone()));
+    println!("{found}");
+}
+
+#[test]
+fn unpacking_that_is_not_waited_for_writes_a_released_page() {
+    for family in [Family::PackedFenced, Family::PackedUnfenced] {
+        let faults = [FaultKind::Cancel];
+        let trace = caught(&broken(Flaw::UnpackAfterRelease, family, &faults, Property::NoLateWrite));
+        assert!(trace.contains("takes the next piece"), "{trace}");
+    }
+}
+
+#[test]
+fn credit_of_an_old_session_writes_a_slot_that_is_not_lent() {
+    for family in [Family::PackedFenced, Family::PackedUnfenced] {
+        let faults = [FaultKind::LostSession];
+        let trace = caught(&broken(Flaw::OldCreditsCount, family, &faults, Property::NoLateWrite));
+        assert!(trace.contains("Credit"), "{trace}");
+    }
+}
+
+#[test]
+fn drained_while_writing_lets_a_write_land_in_a_slot_that_is_free() {
+    for family in [Family::PackedFenced, Family::PackedUnfenced] {
+        let faults = [FaultKind::Cancel];
+        caught(&broken(Flaw::DrainedWhileWriting, family, &faults, Property::NoLateWrite));
+    }
+}
+
+#[test]
 fn a_staging_slot_freed_early_is_written_for_another_room() {
     let r = explore_staging(Some(Flaw::StagingSlotFreedEarly), 1).unwrap();
     let (Violation { property, text }, way) = r.found.expect("the flaw is not caught");

@@ -317,6 +317,18 @@ impl Slots {
         self.release(|l| l.peer == peer)
     }
 
+    /// For checkers: whose each slot is that is not free.
+    pub(crate) fn leases_mut(&mut self) -> impl Iterator<Item = &mut Lease> {
+        self.slots.iter_mut().filter_map(|s| match s {
+            Slot::Free => None,
+            Slot::Lent(l)
+            | Slot::Landed(l, _)
+            | Slot::Unpacking(l)
+            | Slot::Stopping(l)
+            | Slot::Quarantined(l) => Some(l),
+        })
+    }
+
     fn release(&mut self, of: impl Fn(&Lease) -> bool) -> u32 {
         let mut freed = 0;
         for s in &mut self.slots {
@@ -477,6 +489,22 @@ impl Credits {
     #[must_use]
     pub fn is_writing(&self, room: Room) -> bool {
         self.slots.iter().any(|s| matches!(s, Credit::Writing(r, _) | Credit::Stopping(r, _) if *r == room))
+    }
+
+    /// For checkers: the grants for which slots were lent.
+    pub(crate) fn seqs(&self) -> impl Iterator<Item = Seq> {
+        self.slots.iter().filter_map(|s| match *s {
+            Credit::None => None,
+            Credit::Held(_, seq) | Credit::Writing(_, seq) | Credit::Stopping(_, seq) => Some(seq),
+        })
+    }
+
+    /// The same, for changes.
+    pub(crate) fn seqs_mut(&mut self) -> impl Iterator<Item = &mut Seq> {
+        self.slots.iter_mut().filter_map(|s| match s {
+            Credit::None => None,
+            Credit::Held(_, seq) | Credit::Writing(_, seq) | Credit::Stopping(_, seq) => Some(seq),
+        })
     }
 
     /// Our endpoint to the receiver is closed and our writes have ended: nothing is ours any more.

@@ -7,7 +7,7 @@
 use super::world::{D, EMPTY, EndState, FaultKind, Item, World, back};
 use kvxfer_proto::Incarnation;
 use kvxfer_proto::msg::Msg;
-use kvxfer_proto::node::{DeliveryId, Direction, Flaw, PeerKey};
+use kvxfer_proto::node::{DeliveryId, Direction, PeerKey};
 use std::cmp::Ordering;
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ impl World {
         for (at, touched) in touched.iter_mut().enumerate() {
             *touched |= self.forget_received(at);
         }
-        if self.setup.flaw != Some(Flaw::NoSessionCheck) {
+        if !self.setup.trusts_old_sessions() {
             for at in self.setup.clone().addresses().filter(|at| *at != D) {
                 let d = PeerKey { incarnation: self.me(D), direction: Direction::TheyGrant };
                 let s = PeerKey { incarnation: self.me(at), direction: Direction::WeGrant };
@@ -306,7 +306,7 @@ impl World {
         }
         let stale = e.established && self.procs[at].node.session_of(c.key(end)) != Some(c.session);
         let frames = e.inbox.iter().all(|item| matches!(item, Item::Frame(_)));
-        let checked = self.setup.flaw != Some(Flaw::NoSessionCheck);
+        let checked = !self.setup.trusts_old_sessions();
         if e.inbox.is_empty() { stale || !e.established } else { stale && frames && checked }
     }
 

@@ -1,8 +1,8 @@
 //! What the driver in `kvxfer-engine` does, cut down to what decides right or wrong, and the engines on top.
 
 use super::world::{
-    Conn, D, EMPTY, End, EndState, Family, Item, JUNK, NOW, Running, World, Write, address, expect, index,
-    room, source, tag,
+    Conn, D, EMPTY, End, EndState, Family, Item, JUNK, NOW, Running, STRAY, World, Write, address, expect,
+    index, room, source, tag,
 };
 use super::{Property, Violation};
 use kvxfer_proto::msg::{Frame, Msg};
@@ -42,13 +42,10 @@ impl World {
         while let Some(action) = self.proc(at).node.poll_action() {
             match action {
                 Action::Event(event) => self.event(at, &event),
-                // No room here asks for a checksum, and no node has a ring: that is walked in `staging`.
-                Action::Stage(..)
-                | Action::TellRefused { .. }
-                | Action::Sum(_)
-                | Action::Lent { .. }
-                | Action::Unpack(_)
-                | Action::Landed { .. } => {}
+                // No room here asks for a checksum.
+                Action::Stage(..) | Action::TellRefused { .. } | Action::Sum(_) => {}
+                Action::Lent { id, slot } | Action::Landed { id, slot, .. } => self.has_slot(at, id, slot),
+                Action::Unpack(u) => self.unpacking(at, &u.delivery),
                 Action::Resolve(_) => self.proc(at).resolving = true,
                 Action::Connect(key) => self.want_dial(at, key),
                 Action::Send { peer, session, number, msg } => {
@@ -70,6 +67,9 @@ impl World {
                     p.dying.remove(&key.incarnation);
                 }
             }
+        }
+        if at == D && self.setup.family.is_packed() {
+            self.empty_free_slots();
         }
     }
 
@@ -184,6 +184,7 @@ impl World {
                     let what = match *cell {
                         EMPTY => "nothing".to_owned(),
                         JUNK => "bytes of a page that its source had given away".to_owned(),
+                        STRAY => "bytes that were packed for another place".to_owned(),
                         other => format!("bytes of room {other}"),
                     };
                     let text = format!(
@@ -255,7 +256,13 @@ impl World {
             Item::Describe { received, generation } => self.session_up(at, i, end, (received, generation)),
             Item::Attach(ep) => {
                 let family = self.setup.family;
-                self.proc(at).eps.entry(key).or_insert(ep);
+                let slots = self.setup.slots;
+                let p = self.proc(at);
+                p.eps.entry(key).or_insert(ep);
+                if family.is_packed() {
+                    // As many as there are can always be.
+                    let _ = p.node.handle_peer_ring(key, 1, slots.into());
+                }
                 self.send(at, key, None, Item::Attached);
                 self.order(at, |n| n.handle_attached(NOW, key, family.mover()));
             }
@@ -359,9 +366,12 @@ impl World {
             self.proc(at).node.handle_delivery(NOW, d.id, DeliveryEnd::Aborted);
             return;
         };
-        let running = Running { key: d.peer, room: index(d.room), push: d.push, posted: 0, aborted: false };
-        self.proc(at).running.insert(d.id, running);
-        if d.peer.direction == Direction::TheyGrant {
+        let pieces = u32::from(self.setup.pieces);
+        let sends = d.peer.direction == Direction::TheyGrant;
+        let p = self.proc(at);
+        let packed = sends && p.node.handle_pack(NOW, d.id, pieces.into(), 1, pieces);
+        p.running.insert(d.id, running(d, packed));
+        if sends && !packed {
             self.post(at, d.id, ep);
         }
     }
@@ -377,11 +387,17 @@ impl World {
             room: r.room,
             push: r.push,
             piece: r.posted,
+            slot: r.slots.pop_front(),
             ep,
             loose: false,
         };
         r.posted += 1;
-        if self.setup.family == Family::WritesFenced && !self.is_live(&write) {
+        r.written.extend(write.slot);
+        if write.slot.is_some() {
+            // It is packed now, and its page is not read again.
+            self.check_source(at, &write);
+        }
+        if self.setup.family.is_fenced() && !self.is_live(&write) {
             self.orphan(&[write]);
         } else {
             self.writes.push(write);
@@ -391,7 +407,7 @@ impl World {
     /// Whether a write can still reach its target's memory.
     pub(crate) fn is_live(&self, w: &Write) -> bool {
         let Some(to) = self.alive(w.to) else { return false };
-        if self.setup.family != Family::WritesFenced {
+        if !self.setup.family.is_fenced() {
             return true;
         }
         let key = PeerKey { incarnation: w.from, direction: Direction::WeGrant };
@@ -401,6 +417,10 @@ impl World {
 
     pub(crate) fn land(&mut self, i: usize) {
         let w = self.writes.remove(i);
+        if let Some(slot) = w.slot {
+            self.land_in_slot(&w, slot);
+            return;
+        }
         if let Some(from) = self.alive(w.from)
             && !w.loose
         {
@@ -421,7 +441,7 @@ impl World {
         }
     }
 
-    fn store(&mut self, to: usize, r: usize, source: usize, piece: u8, value: u8) {
+    pub(super) fn store(&mut self, to: usize, r: usize, source: usize, piece: u8, value: u8) {
         let owner = self.procs[to].rooms.iter().position(|s| s.ordered && s.released == 0);
         if owner != Some(r) {
             let holder = owner.map_or("nobody".to_owned(), |o| format!("room {}", room(o)));
@@ -460,6 +480,10 @@ impl World {
 
     /// The end of a delivery comes back: all that was posted of it has landed.
     pub(crate) fn complete(&mut self, at: usize, id: DeliveryId) {
+        if self.procs[at].running.get(&id).is_some_and(|r| r.packed) {
+            self.slice_flushed(at, id);
+            return;
+        }
         let Some(r) = self.proc(at).running.remove(&id) else { return };
         let end =
             if r.aborted { DeliveryEnd::Aborted } else { DeliveryEnd::Complete { bytes: 0, writes: 0 } };
@@ -469,7 +493,8 @@ impl World {
     fn abort(&mut self, at: usize, id: DeliveryId) {
         let Some(r) = self.proc(at).running.get_mut(&id) else { return };
         r.aborted = true;
-        if r.posted == 0 {
+        let idle = if r.packed { r.written.is_empty() } else { r.posted == 0 };
+        if idle {
             self.proc(at).running.remove(&id);
             self.proc(at).node.handle_delivery(NOW, id, DeliveryEnd::Aborted);
         }
@@ -488,7 +513,7 @@ impl World {
         };
         match (family, key.direction) {
             (Family::Copies, _) => p.node.handle_fenced(NOW, key, Ok(())),
-            (Family::WritesUnfenced, Direction::WeGrant) => {
+            (_, Direction::WeGrant) if family.is_unfenced() => {
                 let reason = Reason::new(ReasonKind::FabricError, "no fence on this transport");
                 p.node.handle_fenced(NOW, key, Err(reason));
             }
@@ -591,7 +616,7 @@ impl World {
             w.loose = true;
         }
         // Memory that is gone cannot be written; whoever waits for such a write finds its endpoint broken.
-        if self.setup.family == Family::WritesFenced {
+        if self.setup.family.is_fenced() {
             let (dead, live): (Vec<Write>, Vec<Write>) =
                 std::mem::take(&mut self.writes).into_iter().partition(|w| w.to == old);
             self.writes = live;
@@ -621,6 +646,19 @@ impl World {
         let life = self.procs[at].life;
         let base = ["S0", "S1", "D"][at];
         if life == 0 { base.to_owned() } else { format!("{base}{}", "'".repeat(usize::from(life))) }
+    }
+}
+
+pub(super) fn running(d: &Delivery, packed: bool) -> Running {
+    Running {
+        key: d.peer,
+        room: index(d.room),
+        push: d.push,
+        posted: 0,
+        aborted: false,
+        packed,
+        slots: VecDeque::new(),
+        written: VecDeque::new(),
     }
 }
 

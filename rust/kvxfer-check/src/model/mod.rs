@@ -35,6 +35,7 @@ mod canon;
 mod driver;
 mod explore;
 mod fp;
+mod packed;
 mod reduce;
 mod staging;
 mod steps;

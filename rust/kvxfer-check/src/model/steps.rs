@@ -134,7 +134,7 @@ impl World {
         match step {
             Step::Continue(_) => true,
             // Memory that is mapped or registered goes on taking writes; a sender need never learn of the close.
-            Step::Broken(..) => self.setup.family == Family::WritesUnfenced,
+            Step::Broken(..) => self.setup.family.is_unfenced(),
             _ => false,
         }
     }
@@ -148,7 +148,7 @@ impl World {
 
     fn can_land(&self, w: &Write) -> bool {
         // A write to memory that is gone ends like any other, where no endpoint notices.
-        self.is_live(w) || (self.setup.family == Family::WritesUnfenced && !w.loose)
+        self.is_live(w) || (self.setup.family.is_unfenced() && !w.loose)
     }
 
     fn steps_of(&self, at: usize, out: &mut Vec<Step>) {
@@ -181,6 +181,10 @@ impl World {
             if r.posted == NEVER {
                 continue;
             }
+            if r.packed {
+                self.steps_of_packed(at, *id, out);
+                continue;
+            }
             if at == D {
                 let done = r.posted >= pieces || r.aborted;
                 out.push(if done { Step::Complete(at, *id) } else { Step::Copy(*id) });
@@ -210,6 +214,16 @@ impl World {
         }
     }
 
+    fn steps_of_packed(&self, at: usize, id: DeliveryId, out: &mut Vec<Step>) {
+        let Some(r) = self.procs[at].running.get(&id) else { return };
+        if !r.slots.is_empty() && !r.aborted {
+            out.push(if at == D { Step::Copy(id) } else { Step::Post(at, id) });
+        }
+        if self.has_flushed(at, id) {
+            out.push(Step::Complete(at, id));
+        }
+    }
+
     fn steps_of_conns(&self, out: &mut Vec<Step>) {
         for c in &self.conns {
             for end in 0..2 {
@@ -236,7 +250,7 @@ impl World {
     fn must_settle(&self, at: usize, key: PeerKey, item: &Item) -> bool {
         let Item::Describe { generation, .. } = item else { return false };
         let node = &self.procs[at].node;
-        self.setup.family == Family::WritesUnfenced
+        self.setup.family.is_unfenced()
             && node.is_unfenceable(key)
             && *generation >= node.link_state(key).1
             && self.writes.iter().any(|w| w.from == key.incarnation && w.to == self.me(at) && w.loose)
@@ -389,7 +403,11 @@ impl World {
                 touched[address(flight.0.from)] = true;
             }
             Step::Copy(id) => {
-                self.copy(*id);
+                if self.procs[D].running.get(id)?.packed {
+                    self.unpack(*id);
+                } else {
+                    self.copy(*id);
+                }
                 touched[D] = true;
             }
             Step::Complete(at, id) => {
@@ -453,7 +471,8 @@ impl World {
     /// No write in flight may read a page that its source has given back.
     fn check_reads(&mut self) {
         let bad = self.writes.iter().find(|w| {
-            !w.loose && self.alive(w.from).is_some_and(|at| self.procs[at].rooms[w.room].released > 0)
+            let reads = !w.loose && w.slot.is_none();
+            reads && self.alive(w.from).is_some_and(|at| self.procs[at].rooms[w.room].released > 0)
         });
         if let Some(w) = bad {
             let text = format!(
@@ -507,9 +526,14 @@ impl World {
             let who = self.name(at);
             // A peer that is stopped is neither dead nor answering: where nothing fences it, it holds pages.
             let held = |peers: &[PeerKey]| {
-                self.setup.family == Family::WritesUnfenced
+                self.setup.family.is_unfenced()
                     && peers.iter().all(|k| self.alive(k.incarnation).is_some_and(|a| self.procs[a].stopped))
             };
+            if at == D
+                && let Some(lost) = self.lost_slot(&held)
+            {
+                return Some(lost);
+            }
             let quarantine = p.node.unreleased();
             for (r, seen) in p.rooms.iter().enumerate().filter(|(_, s)| s.ordered) {
                 if !seen.is_over() {
@@ -599,6 +623,11 @@ impl fmt::Debug for Brief<'_> {
             Msg::Done(m) => write!(f, "room {} seq {} push {} last {}", m.room, m.seq.0, m.push.0, m.last),
             Msg::Finished(m) => write!(f, "room {} seq {}", m.room, m.seq.0),
             Msg::RoomFailed(m) => write!(f, "room {}", m.room),
+            Msg::Pack(m) => write!(f, "room {} seq {} push {}", m.room, m.seq.0, m.push.0),
+            Msg::Credit(m) => write!(f, "room {} seq {} slots {:?}", m.room, m.seq.0, m.slots),
+            Msg::Packed(m) => {
+                write!(f, "room {} seq {} push {} slot {}", m.room, m.seq.0, m.push.0, m.slot)
+            }
             _ => Ok(()),
         }
     }
@@ -629,15 +658,22 @@ impl fmt::Display for Words<'_> {
             Step::Post(at, id) => write!(f, "{}: posts the next piece of delivery {}", name(at), id.0),
             Step::Land(Flight(x)) => {
                 let loose = if x.loose { " (its endpoint is closed)" } else { "" };
+                let place = x.slot.map_or(String::new(), |n| format!(" in slot {n}"));
                 write!(
                     f,
-                    "piece {} of room {} from {} lands{loose}",
+                    "piece {} of room {} from {} lands{place}{loose}",
                     x.piece,
                     room(x.room),
                     self.peer(x.from)
                 )
             }
+            Step::Copy(id) if w.procs[D].running.get(id).is_some_and(|r| r.packed) => {
+                write!(f, "{}: takes the next piece of delivery {} out of its slot", w.name(D), id.0)
+            }
             Step::Copy(id) => write!(f, "{}: copies the next piece of delivery {}", w.name(D), id.0),
+            Step::Complete(at, id) if w.procs[*at].running.get(id).is_some_and(|r| r.packed) => {
+                write!(f, "{}: a packed piece of delivery {} is flushed", name(at), id.0)
+            }
             Step::Complete(at, id) => write!(f, "{}: delivery {} has ended", name(at), id.0),
             Step::FenceDone(at, key) => {
                 write!(f, "{}: the endpoint to {} is closed", name(at), self.peer(key.incarnation))

@@ -35,11 +35,16 @@ pub enum Family {
     WritesUnfenced,
     /// The destination copies. Peers are on this host.
     Copies,
+    /// As [`Family::WritesFenced`], but pushes go packed: into slots that the destination lends, and it unpacks them.
+    PackedFenced,
+    /// As [`Family::WritesUnfenced`], and packed.
+    PackedUnfenced,
 }
 
 impl Family {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::WritesFenced, Self::WritesUnfenced, Self::Copies];
+    pub const ALL: [Self; 5] =
+        [Self::WritesFenced, Self::WritesUnfenced, Self::Copies, Self::PackedFenced, Self::PackedUnfenced];
 
     /// A word for tables and command lines.
     #[must_use]
@@ -48,6 +53,8 @@ impl Family {
             Self::WritesFenced => "writes-fenced",
             Self::WritesUnfenced => "writes-unfenced",
             Self::Copies => "copies",
+            Self::PackedFenced => "packed-fenced",
+            Self::PackedUnfenced => "packed-unfenced",
         }
     }
 
@@ -65,7 +72,22 @@ impl Family {
     }
 
     pub(crate) const fn sees_deaths(self) -> bool {
-        !matches!(self, Self::WritesFenced)
+        !self.is_fenced()
+    }
+
+    /// Sources write, and closing an endpoint stops what was posted to it.
+    pub(crate) const fn is_fenced(self) -> bool {
+        matches!(self, Self::WritesFenced | Self::PackedFenced)
+    }
+
+    /// Sources write, and closing an endpoint stops nothing.
+    pub(crate) const fn is_unfenced(self) -> bool {
+        matches!(self, Self::WritesUnfenced | Self::PackedUnfenced)
+    }
+
+    /// Pushes go through slots.
+    pub(crate) const fn is_packed(self) -> bool {
+        matches!(self, Self::PackedFenced | Self::PackedUnfenced)
     }
 }
 
@@ -126,6 +148,8 @@ pub struct Setup {
     pub pieces: u8,
     /// Sources, one or two.
     pub sources: usize,
+    /// Staging slots of the destination, where pushes go packed.
+    pub slots: u8,
     /// Timers that run out because nothing else can happen do so as by their default lengths: peers' before rooms', the
     /// first room's before the second's. In any other order it is a fault.
     pub in_order: bool,
@@ -149,6 +173,7 @@ impl Setup {
             in_order: false,
             reduced: Reduction::Orders,
             sources: 2,
+            slots: 1,
             flaw: None,
             only: None,
         }
@@ -156,6 +181,11 @@ impl Setup {
 
     pub(crate) fn checks(&self, property: super::Property) -> bool {
         self.only.is_none_or(|p| p == property)
+    }
+
+    /// Whether a flaw makes something of what was said in a session that is over.
+    pub(crate) fn trusts_old_sessions(&self) -> bool {
+        matches!(self.flaw, Some(Flaw::NoSessionCheck | Flaw::OldCreditsCount))
     }
 
     /// The addresses that have a process.
@@ -193,6 +223,20 @@ pub(crate) struct Running {
     /// Pieces that were posted (or copied).
     pub(crate) posted: u8,
     pub(crate) aborted: bool,
+    /// It goes, or comes, through slots, a piece in each.
+    pub(crate) packed: bool,
+    /// Slots that were lent for it and not written yet; at the destination, those that it has not emptied.
+    pub(crate) slots: VecDeque<u32>,
+    /// Slots that were written, and of which the node does not know that yet.
+    pub(crate) written: VecDeque<u32>,
+}
+
+/// What lies in a staging slot: a piece of a room of a source, by its address.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct Packet {
+    pub(crate) room: usize,
+    pub(crate) source: usize,
+    pub(crate) piece: u8,
 }
 
 /// One process.
@@ -226,12 +270,16 @@ pub(crate) struct Proc {
     pub(crate) forgot_living: bool,
     /// What is in the page, by source and piece: the room whose bytes they are, or [`EMPTY`] or [`JUNK`].
     pub(crate) cells: [[u8; 2]; 2],
+    /// What is in its staging slots.
+    pub(crate) ring: Vec<Option<Packet>>,
 }
 
 /// No byte was written yet.
 pub(crate) const EMPTY: u8 = 0;
 /// Bytes of a page that its owner had given to another use.
 pub(crate) const JUNK: u8 = 255;
+/// Bytes of a slot that are another piece's.
+pub(crate) const STRAY: u8 = 254;
 
 /// The bytes of a room.
 #[allow(clippy::cast_possible_truncation)] // Two rooms.
@@ -338,6 +386,8 @@ pub(crate) struct Write {
     pub(crate) room: usize,
     pub(crate) push: PushId,
     pub(crate) piece: u8,
+    /// The slot that it goes to; else it goes to the page.
+    pub(crate) slot: Option<u32>,
     /// The destination's endpoint that it goes to.
     pub(crate) ep: u8,
     /// Its endpoint is closed or its process is gone: the bytes are on the wire, and nobody waits for them.
@@ -435,8 +485,15 @@ pub(crate) fn back(direction: Direction) -> Direction {
 impl Proc {
     pub(crate) fn new(setup: &Setup, at: usize, life: u8) -> Result<Self, LayoutError> {
         let cfg = Config { flaw: setup.flaw, ..Config::default() };
+        let mut node = Node::new(cfg, side_of(at, setup), &[pages_of(at)])?;
+        let slots = if at == D && setup.family.is_packed() { setup.slots } else { 0 };
+        if slots > 0 {
+            // A few slots of one byte can always be.
+            let _ = node.handle_ring(1, slots.into());
+        }
         Ok(Self {
-            node: Node::new(cfg, side_of(at, setup), &[pages_of(at)])?,
+            node,
+            ring: vec![None; slots.into()],
             life,
             stopped: false,
             rooms: [Seen::default(); ROOMS],

@@ -9,6 +9,7 @@ use super::outbound::Outbound;
 use super::{Counters, Node, PeerKey, Timer};
 use crate::ids::{Room, Seq, SessionNo, Time};
 use crate::msg::Msg;
+use crate::staging::Credits;
 
 /// A timer that is set.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -154,7 +155,10 @@ impl Node {
     pub fn seqs(&self, key: PeerKey) -> impl Iterator<Item = Seq> {
         let said = self.peers.get(&key).into_iter().flat_map(|p| p.link.pending()).filter_map(Msg::seq);
         let held = self.outbound.values().filter_map(move |r| r.seqs_of(key)).flatten();
-        self.seqs_granted(key).chain(said).chain(held)
+        let credits = self.peers.get(&key).and_then(|p| p.credits.as_ref());
+        let lent = credits.into_iter().flat_map(Credits::seqs);
+        let slots = self.ring.iter().flat_map(move |r| r.leases_of(key)).map(|l| l.seq);
+        self.seqs_granted(key).chain(said).chain(held).chain(lent).chain(slots)
     }
 
     /// The sequence number of the last grant to this peer.
@@ -170,7 +174,9 @@ impl Node {
         if let Some(peer) = self.peers.get_mut(&key) {
             peer.next_seq = peer.next_seq.saturating_sub(off);
             peer.link.pending_mut().filter_map(Msg::seq_mut).for_each(lower);
+            peer.credits.iter_mut().flat_map(Credits::seqs_mut).for_each(lower);
         }
+        self.ring.iter_mut().flat_map(|r| r.leases_of_mut(key)).for_each(|l| lower(&mut l.seq));
         for r in self.outbound.values_mut() {
             r.renumber_seqs(key, off);
         }

@@ -114,7 +114,8 @@ impl Inbound {
     /// The highest number of a delivery that is known here, for checkers.
     pub(super) fn highest_delivery(&self) -> u64 {
         let of = |g: &InGrant| {
-            let ids = g.copies.values().chain(&g.stopping).chain(&g.checking);
+            let packed = g.packed.values().map(packed::Packing::id);
+            let ids = g.copies.values().chain(&g.stopping).chain(&g.checking).copied().chain(packed);
             ids.map(|id| id.0).max().unwrap_or(0)
         };
         self.grants.values().map(of).max().unwrap_or(0)

@@ -180,7 +180,12 @@ impl Node {
         let stale = peer.session != Some(frame.session) && self.cfg.flaw != Some(Flaw::NoSessionCheck);
         if stale || frame.incarnation != key.incarnation {
             self.counters.stale_refused += 1;
-            return Ok(());
+            return match &frame.msg {
+                Msg::Credit(m) if self.cfg.flaw == Some(Flaw::OldCreditsCount) => {
+                    self.credit_arrived(now, key, m)
+                }
+                _ => Ok(()),
+            };
         }
         peer.last_heard = now;
         if frame.number > 0 {

@@ -3,7 +3,7 @@
 use super::{DeliveryId, Node, PeerKey};
 use crate::ids::{PushId, Room, Time};
 use crate::msg::{Credit, Msg};
-use crate::staging::{Credits, Lease, Slots, StagingError};
+use crate::staging::{Credits, Lease, Slot, Slots, StagingError};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// A push that wants slots of ours.
@@ -90,7 +90,7 @@ impl Ring {
     }
 
     fn emptied(&mut self, slot: u32) {
-        let lease = self.slots.slots().get(slot as usize).and_then(crate::staging::Slot::lease);
+        let lease = self.slots.slots().get(slot as usize).and_then(Slot::lease);
         if let Some(lease) = lease {
             // The driver had it in hand, so it was being unpacked.
             let _ = self.slots.unpacked(lease, slot);
@@ -107,6 +107,18 @@ impl Ring {
         for slot in self.unpacking.remove(&id).unwrap_or_default() {
             self.emptied(slot);
         }
+    }
+
+    /// For checkers: whatever is, or is to be, lent to this peer.
+    pub(super) fn leases_of(&self, key: PeerKey) -> impl Iterator<Item = Lease> {
+        let lent = self.slots.slots().iter().filter_map(Slot::lease);
+        lent.chain(self.wants.iter().map(|w| w.lease)).filter(move |l| l.peer == key)
+    }
+
+    /// The same, for changes.
+    pub(super) fn leases_of_mut(&mut self, key: PeerKey) -> impl Iterator<Item = &mut Lease> {
+        let lent = self.slots.leases_mut();
+        lent.chain(self.wants.iter_mut().map(|w| &mut w.lease)).filter(move |l| l.peer == key)
     }
 
     fn stop_wanting(&mut self, room: Room, key: PeerKey, push: Option<PushId>) {

@@ -87,6 +87,10 @@ pub enum Flaw {
     NoSessionCheck,
     /// A staging slot is given to another when its room fails, without waiting for an answer.
     StagingSlotFreedEarly,
+    /// A room that fails does not wait until its packed pieces are taken out of their slots, and does not stop that.
+    UnpackAfterRelease,
+    /// Staging slots that were lent in an older session, or for another grant, count for what is packed now.
+    OldCreditsCount,
     /// A byte of what was received is changed before it is summed, as a broken memory or network would. The node knows
     /// nothing of it: the driver does it.
     FlipAByte,
@@ -94,7 +98,7 @@ pub enum Flaw {
 
 impl Flaw {
     /// Every flaw, in the order of [`Flaw::name`]'s documentation.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::ReleaseOnTimeout,
         Self::ReleaseAtEof,
         Self::SuccessBeforeFlush,
@@ -102,11 +106,13 @@ impl Flaw {
         Self::NoTombstone,
         Self::NoSessionCheck,
         Self::StagingSlotFreedEarly,
+        Self::UnpackAfterRelease,
+        Self::OldCreditsCount,
         Self::FlipAByte,
     ];
 
     /// `release-on-timeout`, `release-at-eof`, `success-before-flush`, `drained-while-writing`, `no-tombstone`,
-    /// `no-session-check`, `staging-slot-freed-early`, `flip-a-byte`.
+    /// `no-session-check`, `staging-slot-freed-early`, `unpack-after-release`, `old-credits-count`, `flip-a-byte`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -117,6 +123,8 @@ impl Flaw {
             Self::NoTombstone => "no-tombstone",
             Self::NoSessionCheck => "no-session-check",
             Self::StagingSlotFreedEarly => "staging-slot-freed-early",
+            Self::UnpackAfterRelease => "unpack-after-release",
+            Self::OldCreditsCount => "old-credits-count",
             Self::FlipAByte => "flip-a-byte",
         }
     }

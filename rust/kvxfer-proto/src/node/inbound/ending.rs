@@ -101,6 +101,8 @@ impl Node {
     /// The source says that nothing of the room lands any more: the answer to a cancel, or word that it failed there.
     pub(in crate::node) fn drained_arrived(&mut self, now: Time, key: PeerKey, m: Drained) {
         let Some(r) = self.inbound.get_mut(&m.room) else {
+            // The room is over, and did not wait for this rank, which had done its part: its slots do.
+            self.slots_drained(now, key, m.room, m.seq);
             return;
         };
         let Some(g) = r.grants.get_mut(&key) else { return };
@@ -139,6 +141,10 @@ impl Node {
             if unheard {
                 // The number may be another message's from now on.
                 g.number = 0;
+            }
+            if self.cfg.flaw == Some(Flaw::UnpackAfterRelease) {
+                let packed = &g.packed;
+                g.copies.retain(|push, _| !packed.contains_key(push));
             }
             self.actions.extend(g.copies.values().map(|id| Action::Abort(*id)));
             self.actions.extend(g.drop_checks().map(Action::Abort));

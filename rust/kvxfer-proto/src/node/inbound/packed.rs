@@ -23,6 +23,13 @@ pub(super) struct Packing {
     next: u64,
 }
 
+impl Packing {
+    /// For checkers.
+    pub(super) fn id(&self) -> DeliveryId {
+        self.id
+    }
+}
+
 fn broken(room: Room, text: impl std::fmt::Display) -> Reason {
     Reason::new(ReasonKind::ProtocolError, format!("room {room}: {text}"))
 }
@@ -123,8 +130,16 @@ impl Node {
         m: &Packed,
     ) -> Result<(), Reason> {
         let room = m.room;
-        let Some((_, failed)) = self.live_grant(room, key, m.seq)? else { return Ok(()) };
         let lease = Lease { peer: key, room, seq: m.seq };
+        let Some((_, failed)) = self.live_grant(room, key, m.seq)? else {
+            // The room is over, and the slot may be somebody else's; if it is not, nothing is written to it any more.
+            if let Some(ring) = &mut self.ring
+                && ring.slots_mut().returned(lease, m.slot).is_ok()
+            {
+                self.lend(now);
+            }
+            return Ok(());
+        };
         let Some(ring) = &mut self.ring else {
             return Err(broken(room, "a slot is filled, but there is no ring"));
         };

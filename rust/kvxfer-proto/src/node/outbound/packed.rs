@@ -6,7 +6,7 @@ use crate::ids::{PushId, Room, Time};
 use crate::msg::{Credit, Msg, Owed, Pack, Packed};
 use crate::node::coverage::intersect;
 use crate::node::ring::Packing;
-use crate::node::types::DeliveryId;
+use crate::node::types::{DeliveryId, Flaw};
 use crate::node::{Action, DeliveryFor, Node, PeerKey};
 
 impl Node {
@@ -53,6 +53,10 @@ impl Node {
         key: PeerKey,
         m: &Credit,
     ) -> Result<(), Reason> {
+        let m = &match self.cfg.flaw {
+            Some(Flaw::OldCreditsCount) => self.misread(key, m),
+            _ => m.clone(),
+        };
         let room = m.room;
         let broken = |e: &dyn std::fmt::Display| Reason::new(ReasonKind::ProtocolError, e.to_string());
         let Some(r) = self.outbound.get_mut(&room).filter(|r| r.failure.is_none()) else {
@@ -99,6 +103,18 @@ impl Node {
             );
         }
         Ok(())
+    }
+
+    /// What [`Flaw::OldCreditsCount`] takes slots for: whatever goes packed to this peer now.
+    fn misread(&self, key: PeerKey, m: &Credit) -> Credit {
+        let packed = self.packing.keys().filter_map(|id| match self.deliveries.get(id)? {
+            DeliveryFor::Outbound(room, to, push) if *to == key => {
+                let seq = self.outbound.get(room)?.dests.get(&key)?.seq;
+                Some(Credit { room: *room, seq, push: *push, slots: m.slots })
+            }
+            _ => None,
+        });
+        packed.last().unwrap_or_else(|| m.clone())
     }
 
     /// A slice was written to a slot, and is there. Slices are numbered from zero, and named here in that order.
