@@ -112,6 +112,8 @@ enum Retry {
     Connect(PeerKey),
     Resolve(kvxfer_proto::node::Source),
     Register,
+    /// A measurement of this peer has taken too long.
+    Measure(PeerKey),
 }
 
 fn random() -> Result<u64, StartError> {
@@ -431,10 +433,10 @@ impl Driver {
             return false;
         }
         let mut pieces = std::mem::take(&mut self.pieces);
-        self.sched.can_pack = self.staging.has_buffer();
-        let peers = &self.peers;
-        let slice = self.sched.next_slice(&mut pieces, |key| {
+        let (peers, staging) = (&self.peers, &self.staging);
+        let slice = self.sched.next_slice(&mut pieces, |key, packed| {
             peers.get(&key).is_some_and(|p| p.endpoint.is_some() && p.in_flight < SLICES_IN_FLIGHT)
+                && (!packed || staging.has_buffer(key))
         });
         let posted = slice.is_some();
         if let Some(slice) = slice.filter(|s| s.sum.is_some()) {
@@ -554,6 +556,7 @@ impl Driver {
                 Retry::Connect(key) => self.connect(now, key),
                 Retry::Resolve(source) => self.resolve(now, &source),
                 Retry::Register => self.register(now),
+                Retry::Measure(key) => self.stop_measuring(now, key),
             }
         }
     }

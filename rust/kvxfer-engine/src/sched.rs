@@ -5,7 +5,7 @@
 
 use kvxfer_proto::Room;
 use kvxfer_proto::node::{DeliveryId, PeerKey};
-use kvxfer_proto::plan::{Cursor, Digest, Piece};
+use kvxfer_proto::plan::{Cursor, Digest, PACKED_PIECES, Piece};
 use std::collections::{HashMap, VecDeque};
 
 /// What a flow does, a slice at a time.
@@ -64,8 +64,6 @@ pub(crate) struct Scheduler {
     turns: HashMap<Room, Turn>,
     ring: VecDeque<Room>,
     quantum: u64,
-    /// Whether there is a buffer to pack into.
-    pub(crate) can_pack: bool,
 }
 
 /// A slice to post, or to sum.
@@ -91,8 +89,6 @@ pub(crate) enum InSlot {
 
 /// Pieces a slice may have at most: bounds the time between two looks at the control channel when pieces are tiny.
 const SLICE_PIECES: usize = 1024;
-/// The same of a slice that is packed. Both sides cut a push alike: never change it without the wire's version.
-const PACKED_PIECES: usize = 4096;
 /// Rows that a slice may look at: the same for sums of small rows, and for samples, which skip most of them.
 const SLICE_CELLS: u64 = 16_384;
 
@@ -170,11 +166,12 @@ impl Scheduler {
         self.flows.len()
     }
 
-    /// Fills `out` with the next slice, of a room for whose peer `may_post` holds. `None`: nothing can be posted now.
+    /// Fills `out` with the next slice, of a room for whose peer `may_post` holds, which is also told whether it would be
+    /// packed. `None`: nothing can be posted now.
     pub(crate) fn next_slice(
         &mut self,
         out: &mut Vec<Piece>,
-        mut may_post: impl FnMut(PeerKey) -> bool,
+        mut may_post: impl FnMut(PeerKey, bool) -> bool,
     ) -> Option<Slice> {
         out.clear();
         for _ in 0..self.ring.len() {
@@ -185,7 +182,6 @@ impl Scheduler {
                 self.turns.remove(&room);
                 continue;
             }
-            let can_pack = self.can_pack;
             let goes = |flow: &Flow| match &flow.work {
                 // A sum needs nothing of its peer.
                 Work::Sum(_) => true,
@@ -195,8 +191,8 @@ impl Scheduler {
             let mut ready = |flow: &Flow| {
                 goes(flow)
                     || match &flow.work {
-                        Work::Move(_) => may_post(flow.peer),
-                        Work::Pack { slots, .. } => can_pack && !slots.is_empty() && may_post(flow.peer),
+                        Work::Move(_) => may_post(flow.peer, false),
+                        Work::Pack { slots, .. } => !slots.is_empty() && may_post(flow.peer, true),
                         _ => false,
                     }
             };
@@ -361,7 +357,7 @@ mod tests {
         s.add_sum(DeliveryId(1), key(1), Room::new(1).unwrap(), digest(1000, false));
         s.add(DeliveryId(2), key(2), Room::new(2).unwrap(), cursor(63));
         let (mut out, mut summed, mut moved) = (Vec::new(), 0, 0);
-        while let Some(slice) = s.next_slice(&mut out, |k| k == key(2)) {
+        while let Some(slice) = s.next_slice(&mut out, |k, _| k == key(2)) {
             if slice.sum.is_some() {
                 assert_eq!(slice.id, DeliveryId(1));
                 let (bytes, end) = s.sum(slice, nothing).unwrap();
@@ -387,7 +383,7 @@ mod tests {
         let mut s = Scheduler::new(u64::MAX / 4);
         s.add_sum(DeliveryId(1), key(1), Room::new(1).unwrap(), digest(4096, true));
         let (mut out, mut slices) = (Vec::new(), 0);
-        while let Some(slice) = s.next_slice(&mut out, |_| false) {
+        while let Some(slice) = s.next_slice(&mut out, |_, _| false) {
             s.sum(slice, nothing).unwrap();
             slices += 1;
         }
@@ -399,13 +395,13 @@ mod tests {
         let mut s = Scheduler::new(64 << 10);
         s.add_sum(DeliveryId(1), key(1), Room::new(1).unwrap(), digest(1000, false));
         let mut out = Vec::new();
-        let slice = s.next_slice(&mut out, |_| true).unwrap();
+        let slice = s.next_slice(&mut out, |_, _| true).unwrap();
         assert_eq!(s.sum(slice, nothing).unwrap().1, None);
         assert_eq!(s.abort(DeliveryId(1)), Some(FlowEnd::Aborted));
-        assert!(s.next_slice(&mut out, |_| true).is_none());
+        assert!(s.next_slice(&mut out, |_, _| true).is_none());
         s.add_sum(DeliveryId(2), key(1), Room::new(1).unwrap(), digest(1000, false));
         assert_eq!(s.drop_peer(key(1)), vec![DeliveryId(2)]);
-        assert!(s.next_slice(&mut out, |_| true).is_none());
+        assert!(s.next_slice(&mut out, |_, _| true).is_none());
     }
 
     /// A short room behind long ones gets its share from its first turn on.
@@ -419,7 +415,7 @@ mod tests {
         let (mut out, mut turns, mut others) = (Vec::new(), 0, 0u64);
         let short = 63 * 4096 * 8;
         loop {
-            let slice = s.next_slice(&mut out, |_| true).unwrap();
+            let slice = s.next_slice(&mut out, |_, _| true).unwrap();
             let bytes: u64 = out.iter().map(|p| p.len).sum();
             if slice.id == DeliveryId(9) {
                 turns += 1;
@@ -442,10 +438,10 @@ mod tests {
         let mut s = Scheduler::new(64 << 10);
         s.add(DeliveryId(1), key(1), Room::new(1).unwrap(), cursor(100));
         let mut out = Vec::new();
-        s.next_slice(&mut out, |_| true).unwrap();
-        s.next_slice(&mut out, |_| true).unwrap();
+        s.next_slice(&mut out, |_, _| true).unwrap();
+        s.next_slice(&mut out, |_, _| true).unwrap();
         assert_eq!(s.abort(DeliveryId(1)), None);
-        assert!(s.next_slice(&mut out, |_| true).is_none(), "nothing more is posted");
+        assert!(s.next_slice(&mut out, |_, _| true).is_none(), "nothing more is posted");
         assert_eq!(s.flushed(DeliveryId(1)), None);
         assert_eq!(s.flushed(DeliveryId(1)), Some(FlowEnd::Aborted));
         assert!(!s.has_work());
@@ -458,10 +454,10 @@ mod tests {
         s.add(DeliveryId(2), key(2), Room::new(2).unwrap(), cursor(100));
         let mut out = Vec::new();
         for _ in 0..10 {
-            assert_eq!(s.next_slice(&mut out, |k| k == key(2)).unwrap().id, DeliveryId(2));
+            assert_eq!(s.next_slice(&mut out, |k, _| k == key(2)).unwrap().id, DeliveryId(2));
         }
         assert_eq!(s.drop_peer(key(2)), vec![DeliveryId(2)]);
-        assert!(s.next_slice(&mut out, |k| k == key(2)).is_none());
-        assert_eq!(s.next_slice(&mut out, |_| true).unwrap().id, DeliveryId(1));
+        assert!(s.next_slice(&mut out, |k, _| k == key(2)).is_none());
+        assert_eq!(s.next_slice(&mut out, |_, _| true).unwrap().id, DeliveryId(1));
     }
 }

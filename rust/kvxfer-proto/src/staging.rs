@@ -14,6 +14,7 @@
 
 use crate::ids::{Room, Seq};
 use crate::node::{Flaw, PeerKey};
+use std::collections::BTreeMap;
 use thiserror::Error;
 
 /// Slots that a ring may have.
@@ -191,10 +192,27 @@ impl Slots {
         self.slots.iter().any(|s| matches!(s, Slot::Unpacking(l) | Slot::Stopping(l) if l.room == room))
     }
 
-    /// Slots that this sender has, or had: everything that is not free because of it.
+    /// Slots that each sender has, or had: everything that is not free because of it.
     #[must_use]
-    pub fn held(&self, peer: PeerKey) -> u32 {
-        self.count(|s| s.lease().is_some_and(|l| l.peer == peer))
+    pub fn held_by_peer(&self) -> BTreeMap<PeerKey, u32> {
+        let mut held = BTreeMap::new();
+        for lease in self.slots.iter().filter_map(Slot::lease) {
+            let n: &mut u32 = held.entry(lease.peer).or_default();
+            *n = n.saturating_add(1);
+        }
+        held
+    }
+
+    /// Slots that were lent for this and not used yet.
+    #[must_use]
+    pub fn lent(&self, lease: Lease) -> u32 {
+        self.count(|s| *s == Slot::Lent(lease))
+    }
+
+    /// Whether this sender may still write to any slot.
+    #[must_use]
+    pub fn is_writable_by(&self, peer: PeerKey) -> bool {
+        self.slots.iter().any(|s| matches!(s, Slot::Lent(l) | Slot::Quarantined(l) if l.peer == peer))
     }
 
     fn count(&self, f: impl Fn(&Slot) -> bool) -> u32 {

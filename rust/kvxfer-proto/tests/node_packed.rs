@@ -4,7 +4,7 @@
 
 mod sim;
 
-use kvxfer_proto::msg::{Copied, Credit, Msg, Pack, Packed, Retract};
+use kvxfer_proto::msg::{Copied, Credit, Drained, Msg, Pack, Packed, Retract};
 use kvxfer_proto::node::{Config, DeliveryEnd, EventKind, Mover, PeerKey};
 use kvxfer_proto::{PushId, ReasonKind, Seq};
 use sim::rooms::{ids, push, room, why};
@@ -31,6 +31,10 @@ fn pack(slots: u32) -> Pack {
 
 fn packed(slot: u32, bytes: u64, slice: u64) -> Msg {
     Msg::Packed(Packed { room: room(99), seq: Seq(1), push: PushId(7), slot, bytes, slice })
+}
+
+fn drained() -> Msg {
+    Msg::Drained(Drained { room: room(99), seq: Seq(1), reason: why(ReasonKind::Cancelled) })
 }
 
 /// Decode with a ring of four slots, to which a push of room 99 comes packed.
@@ -103,18 +107,82 @@ fn case_11_slots_of_a_cancelled_room_wait_for_the_drain() {
     s.recv(k, packed(0, SLOT, 0)).unwrap();
     s.order(|n, now| n.handle_cancel(now, room(99), why(ReasonKind::Cancelled)));
     assert_eq!(slots_taken(&s), (2, 1), "one may still be written, and one is being read");
-    s.recv(
-        k,
-        Msg::Drained(kvxfer_proto::msg::Drained {
-            room: room(99),
-            seq: Seq(1),
-            reason: why(ReasonKind::Cancelled),
-        }),
-    )
-    .unwrap();
+    s.recv(k, drained()).unwrap();
     assert_eq!((slots_taken(&s), s.released(99)), ((1, 0), 0), "we still copy into its pages");
     unpacking_ends(&mut s, DeliveryEnd::Aborted);
     assert_eq!((slots_taken(&s), s.released(99)), ((0, 0), 1));
+}
+
+/// A rank that has done its part is not waited for when another one fails the room: its slots are, all the same.
+#[test]
+fn slots_of_a_rank_that_was_done_come_back_after_the_room_is_gone() {
+    for answers in [true, false] {
+        let mut s = Solo::decode(&[10, 11]);
+        let (k, other) = (s.source_up(10, Mover::Sender), s.source_up(11, Mover::Sender));
+        s.order(|n, _| n.handle_ring(SLOT, 4).unwrap());
+        // It asks for more than it uses, and says that it is done.
+        let bytes = 2 * SLOT;
+        s.recv(k, Msg::Pack(Pack { bytes, ..pack(4) })).unwrap();
+        let lent = slots_taken(&s).0;
+        assert!(lent >= 2, "{lent} slots");
+        for slot in [0u32, 1] {
+            if u64::from(slot) < lent {
+                s.recv(k, packed(slot, SLOT, slot.into())).unwrap();
+                unpacked(&mut s, slot);
+            }
+        }
+        unpacking_ends(&mut s, DeliveryEnd::Complete { bytes, writes: 1 });
+        s.recv(k, done(99, 1, 7, (0, 4), true)).unwrap();
+        let left = slots_taken(&s).0;
+        s.recv(other, drained()).unwrap();
+        assert_eq!(s.released(99), 1, "nothing is written any more");
+        assert_eq!(slots_taken(&s), (left, left));
+        if answers {
+            s.recv(k, drained()).unwrap();
+            assert_eq!(slots_taken(&s), (0, 0));
+            continue;
+        }
+        // A fence that did not happen frees nothing.
+        s.order(|n, now| n.handle_fabric_broken(now, k, &why(ReasonKind::FabricError)));
+        s.order(|n, now| n.handle_fenced(now, k, Err(why(ReasonKind::FabricError))));
+        assert_eq!(slots_taken(&s), (left, left));
+        s.order(|n, now| n.handle_peer_died(now, k));
+        assert_eq!(slots_taken(&s), (0, 0));
+    }
+}
+
+#[test]
+fn what_is_done_is_what_came_packed() {
+    let (mut s, k) = decode();
+    s.recv(k, Msg::Pack(Pack { push: PushId(8), span: owed((0, 4)), ..pack(2) })).unwrap();
+    let (kind, text) = failure(&s, 99).unwrap();
+    assert_eq!(kind, ReasonKind::ProtocolError);
+    assert!(text.contains("is there in part already"), "{text}");
+
+    let mut s = Solo::decode(&[10]);
+    let k = s.source_up(10, Mover::Sender);
+    s.order(|n, _| n.handle_ring(SLOT, 4).unwrap());
+    s.recv(k, Msg::Pack(Pack { span: owed((0, 1)), bytes: SLOT, ..pack(1) })).unwrap();
+    s.recv(k, packed(0, SLOT, 0)).unwrap();
+    unpacked(&mut s, 0);
+    unpacking_ends(&mut s, DeliveryEnd::Complete { bytes: SLOT, writes: 1 });
+    s.recv(k, done(99, 1, 7, (0, 4), true)).unwrap();
+    let (kind, text) = failure(&s, 99).unwrap();
+    assert_eq!(kind, ReasonKind::ProtocolError, "all is said to be done, and one token came");
+    assert!(text.contains("came packed"), "{text}");
+}
+
+/// Slices that are not full are more than the sender asked slots for: as many as are left are out at once.
+#[test]
+fn slots_keep_coming_for_slices_that_are_not_full() {
+    let mut s = Solo::decode(&[10]);
+    let k = s.source_up(10, Mover::Sender);
+    s.order(|n, _| n.handle_ring(SLOT, 16).unwrap());
+    s.recv(k, Msg::Pack(pack(2))).unwrap();
+    s.recv(k, packed(0, 4, 0)).unwrap();
+    s.recv(k, packed(1, 4, 1)).unwrap();
+    let out = slots_taken(&s).0 - 2;
+    assert_eq!(out, 2, "56 bytes are left: two slices at the least, and a slot for each");
 }
 
 #[test]

@@ -530,7 +530,7 @@ impl World {
                     && peers.iter().all(|k| self.alive(k.incarnation).is_some_and(|a| self.procs[a].stopped))
             };
             if at == D
-                && let Some(lost) = self.lost_slot(&held)
+                && let Some(lost) = self.lost_slot(held)
             {
                 return Some(lost);
             }

@@ -47,7 +47,7 @@ pub(super) struct PeerIo {
     /// Its process, if it is on this host.
     watch: Option<(ProcessWatch, WatchId)>,
     /// Its process is or was on this host and in our network: what it has sent over TCP is in our kernel.
-    near: bool,
+    pub(super) near: bool,
     /// Bytes came or went over UCX: what the kernel still holds of them is applied by our own worker.
     ucx: bool,
     /// The last fence failed because of TCP, or for an unknown reason.
@@ -58,6 +58,8 @@ pub(super) struct PeerIo {
     pub(super) in_flight: usize,
     /// How to reach its ring, until there is an endpoint.
     ring_offer: Option<Vec<u8>>,
+    /// Its ring was looked at over the endpoint there is.
+    pub(super) lane_tried: bool,
     /// A connection on which the peers did not fit; rooms are failed on it.
     refused: Option<ConnId>,
 }
@@ -66,6 +68,7 @@ impl PeerIo {
     /// Gives up the endpoint, also one that is being made.
     pub(super) fn take_endpoint(&mut self) -> Option<(Which, EpId)> {
         // There is never one of each: a new one is begun only after the old one is closed.
+        self.lane_tried = false;
         let made = self.endpoint.take().map(|e| (e.which, e.ep));
         made.or_else(|| self.attaching.take())
     }
@@ -342,7 +345,7 @@ impl Driver {
         };
         let Some(io) = self.peers.get_mut(&key) else { return };
         if let Some(endpoint) = io.endpoint.as_ref().filter(|e| e.which == which) {
-            let fresh = ring.filter(|_| endpoint.lane.is_none());
+            let fresh = ring.filter(|_| endpoint.lane.is_none() && !io.lane_tried);
             if self.probe_again(now, key) {
                 return;
             }

@@ -1,14 +1,14 @@
 //! Staging: our ring, the buffers that we pack into, and what a connection's writes and copies take.
 
 use super::peers::Endpoint;
-use super::{Driver, PeerKey};
+use super::{Driver, PeerKey, Retry};
 use crate::carriers::Which;
 use crate::config::{AgentConfig, Staging, StagingMode};
 use crate::sched::Slice;
 use kvxfer_fabric::{EpId, FabricError, LocalMemory, Piece};
-use kvxfer_proto::msg::Msg;
+use kvxfer_proto::msg::{MemKind, Msg};
 use kvxfer_proto::node::{Delivery, DeliveryEnd, DeliveryId, Direction, Unpacking};
-use kvxfer_proto::plan::{Cost, Cursor, Load, sample};
+use kvxfer_proto::plan::{Cost, Cursor, Load, ORDER, sample};
 use kvxfer_proto::staging::MAX_SLOTS;
 use kvxfer_proto::{Reason, ReasonKind, Time};
 use std::collections::HashMap;
@@ -25,8 +25,23 @@ const PROBE_PIECES: usize = 512;
 const PROBE_ROUNDS: u32 = 4;
 /// Parts of them that are timed by themselves.
 const FIRST_PARTS: usize = 16;
+/// Bytes of a slice at most, which is packed or unpacked in one go of the thread.
+const MOST_BYTES: u64 = 16 << 20;
 /// Large writes of a probe.
 const PROBE_LARGE: u64 = 4;
+/// A measurement that takes longer is given up: pushes go as single writes then.
+const PROBE_WAIT: Duration = Duration::from_secs(2);
+/// Kinds of peers whose costs are kept.
+const COSTS: usize = 32;
+
+/// What makes writing to two peers take the same: the transports, the same host or not, the size of runs and of slices.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Likeness {
+    transports: String,
+    near: bool,
+    run_bytes: u64,
+    slice_bytes: u64,
+}
 
 /// A slice whose flush has not come back.
 #[derive(Clone, Copy, Debug)]
@@ -71,10 +86,15 @@ pub(super) struct Packer {
     config: Staging,
     /// Bytes of a buffer, and of a slice that we pack at most.
     slice_bytes: u64,
-    has_ucx: bool,
+    /// There may be peers that can use a ring: by UCX, and what is to be packed and unpacked is the CPU's.
+    may_offer: bool,
     ring: Option<RingMemory>,
     buffers: Option<Buffers>,
     probes: HashMap<u64, PeerKey>,
+    /// What was measured, the latest first.
+    costs: Vec<(Likeness, Cost)>,
+    /// There is no memory for a ring.
+    no_ring: bool,
 }
 
 /// A peer's ring, as we write to it.
@@ -84,6 +104,7 @@ pub(super) struct Lane {
     region: u32,
     slot_bytes: u64,
     slots: u32,
+    like: Likeness,
     /// Once it is measured.
     cost: Option<Cost>,
     probe: Option<Box<Probe>>,
@@ -110,22 +131,26 @@ struct Probe {
 
 impl Packer {
     pub(super) fn new(config: &AgentConfig) -> Result<Self, String> {
-        let Staging { slots, slot_bytes, .. } = config.staging;
+        let Staging { mode, slots, slot_bytes } = config.staging;
         // One more than there are: the last is what peers measure with.
         let total = slot_bytes.checked_mul(u64::from(slots) + 1).filter(|t| *t < 1 << 40);
-        if slots == 0 || slots > MAX_SLOTS || slot_bytes < 4096 || total.is_none() {
+        let right = (1..=MAX_SLOTS).contains(&slots) && (4096..=MOST_BYTES).contains(&slot_bytes);
+        if mode != StagingMode::Never && (!right || total.is_none()) {
             return Err(format!(
-                "staging: {slots} slots of {slot_bytes} bytes: there may be 1 to {MAX_SLOTS} slots of at least 4096 bytes, \
-                 and less than 2^40 bytes in all"
+                "staging: {slots} slots of {slot_bytes} bytes: there may be 1 to {MAX_SLOTS} slots of 4096 to {MOST_BYTES} \
+                 bytes, and less than 2^40 bytes in all"
             ));
         }
+        let on_host = config.regions.iter().all(|r| r.kind == MemKind::Host);
         Ok(Self {
             config: config.staging,
-            slice_bytes: config.slice_bytes.clamp(4096, 16 << 20),
-            has_ucx: config.fabric != crate::config::FabricChoice::Shm,
+            slice_bytes: config.slice_bytes.clamp(4096, MOST_BYTES),
+            may_offer: config.fabric != crate::config::FabricChoice::Shm && on_host,
             ring: None,
             buffers: None,
             probes: HashMap::new(),
+            costs: Vec::new(),
+            no_ring: false,
         })
     }
 
@@ -133,20 +158,32 @@ impl Packer {
     pub(super) fn offers(&self) -> (u64, u32) {
         match self.config.mode {
             StagingMode::Never => (0, 0),
-            _ if !self.has_ucx => (0, 0),
+            _ if !self.may_offer || self.no_ring => (0, 0),
             _ => (self.config.slot_bytes, self.config.slots),
         }
     }
 
-    pub(super) fn has_buffer(&self) -> bool {
-        self.buffers.as_ref().is_some_and(|b| b.users.iter().any(Option::is_none))
+    /// Whether there is a buffer for a slice to this peer.
+    pub(super) fn has_buffer(&self, peer: PeerKey) -> bool {
+        self.buffers.as_ref().is_some_and(|b| has_share(&b.users, peer))
     }
 
     fn take_buffer(&mut self, peer: PeerKey) -> Option<usize> {
         let users = &mut self.buffers.as_mut()?.users;
-        let free = users.iter().position(Option::is_none)?;
+        let free = users.iter().position(Option::is_none).filter(|_| has_share(users, peer))?;
         users[free] = Some(peer);
         Some(free)
+    }
+
+    /// What writing to such a peer was found to take.
+    fn known_cost(&self, like: &Likeness) -> Option<Cost> {
+        self.costs.iter().find(|(known, _)| known == like).map(|(_, cost)| *cost)
+    }
+
+    fn learn_cost(&mut self, like: Likeness, cost: Cost) {
+        self.costs.retain(|(known, _)| *known != like);
+        self.costs.truncate(COSTS - 1);
+        self.costs.insert(0, (like, cost));
     }
 
     pub(super) fn free_buffer(&mut self, buffer: usize) {
@@ -174,6 +211,13 @@ impl Packer {
         let used = self.buffers.as_ref().map_or(0, |b| b.users.iter().flatten().count());
         self.probes.len() + used
     }
+}
+
+/// Whether a peer may have one more buffer: nobody has more than are left for the others, so that receivers that stall
+/// leave some.
+fn has_share(users: &[Option<PeerKey>], peer: PeerKey) -> bool {
+    let count = |of| users.iter().filter(|u| **u == of).count();
+    count(Some(peer)) < count(None)
 }
 
 fn ns(d: Duration) -> f64 {
@@ -241,11 +285,14 @@ impl Driver {
                 Ok(ring) => self.staging.ring = Some(ring),
                 Err(e) => {
                     tracing::warn!(error = %e, "no staging ring: pushes of small runs go as single writes");
+                    self.staging.no_ring = true;
                     return None;
                 }
             }
         }
-        self.staging.ring.as_ref().map(|r| r.offer.clone())
+        // What lies in a slot depends on the order of the plan: the peer has to have the same.
+        let offer = &self.staging.ring.as_ref()?.offer;
+        Some(ORDER.to_le_bytes().iter().chain(offer).copied().collect())
     }
 
     fn make_ring(&mut self, slot_bytes: u64, slots: u32) -> Result<RingMemory, FabricError> {
@@ -274,7 +321,13 @@ impl Driver {
             return false;
         }
         match self.make_lane(key, offer, info) {
-            Ok(opened) => opened && self.probe(now, key),
+            Ok(opened) => {
+                let measures = opened && self.probe(now, key);
+                if measures {
+                    self.retries.insert((now.after(PROBE_WAIT), Retry::Measure(key)));
+                }
+                measures
+            }
             Err(e) => {
                 tracing::warn!(error = %e, "a staging ring cannot be used: pushes of small runs go as single writes");
                 false
@@ -287,23 +340,41 @@ impl Driver {
         let dims = io.and_then(|io| io.describe.as_ref()).map(|d| d.staging);
         let endpoint = io.and_then(|io| io.endpoint.as_ref()).filter(|e| e.which == Which::Ucx);
         let (Some((slot_bytes, slots)), Some(ep)) = (dims, endpoint.map(|e| e.ep)) else { return Ok(false) };
+        let bad = |why: String| FabricError::BadBlob { what: "staging ring", why };
+        let (order, offer) = offer.split_first_chunk().ok_or_else(|| bad("it names no order".to_owned()))?;
+        if u32::from_le_bytes(*order) != ORDER {
+            tracing::debug!("the peer plans in another order: nothing goes packed to it");
+            return Ok(false);
+        }
+        let whole = u64::from(slots).checked_add(1).and_then(|n| n.checked_mul(slot_bytes));
+        let Some(whole) = whole.filter(|_| slots > 0 && slot_bytes > 0) else {
+            return Err(bad(format!("there is no ring of {slots} slots of {slot_bytes} bytes")));
+        };
         self.need_buffers()?;
         let (region, len) = self.carriers.import_memory(ep, offer)?;
-        let whole = u64::from(slots).checked_add(1).and_then(|n| n.checked_mul(slot_bytes));
-        if slots == 0 || slot_bytes == 0 || whole.is_none_or(|whole| whole > len) {
-            return Err(FabricError::BadBlob {
-                what: "staging ring",
-                why: format!("{slots} slots of {slot_bytes} bytes and one more do not fit into {len} bytes"),
-            });
+        // Even if it is of no use: the key is taken in once for each endpoint.
+        if let Some(io) = self.peers.get_mut(&key) {
+            io.lane_tried = true;
         }
-        self.node
-            .handle_peer_ring(key, slot_bytes, slots)
-            .map_err(|e| FabricError::BadBlob { what: "staging ring", why: e.to_string() })?;
+        if whole > len {
+            let why = format!("{slots} slots of {slot_bytes} bytes and one more do not fit into {len} bytes");
+            return Err(bad(why));
+        }
+        self.node.handle_peer_ring(key, slot_bytes, slots).map_err(|e| bad(e.to_string()))?;
         let mut pieces = Vec::new();
         if let Some(mut cursor) = self.sample_of(key) {
             cursor.fill(&mut pieces, self.staging.slice_bytes.min(slot_bytes) / 2, PROBE_PIECES);
         }
         let bytes = pieces.iter().map(|p| p.len).sum();
+        let like = self.likeness(key, info, slot_bytes);
+        let known = self.staging.known_cost(&like);
+        // One measurement at a time: side by side they would measure each other.
+        if known.is_some() || self.staging.config.mode == StagingMode::Always || self.staging.is_probing() {
+            if let Some(e) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) {
+                e.lane = Some(Lane { region, slot_bytes, slots, like, cost: known, probe: None });
+            }
+            return Ok(false);
+        }
         let first = self.first_pack(&pieces)?;
         let probe = Probe {
             info: info.to_owned(),
@@ -318,7 +389,7 @@ impl Driver {
             words: Vec::new(),
         };
         if let Some(e) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) {
-            e.lane = Some(Lane { region, slot_bytes, slots, cost: None, probe: Some(Box::new(probe)) });
+            e.lane = Some(Lane { region, slot_bytes, slots, like, cost: None, probe: Some(Box::new(probe)) });
         }
         Ok(true)
     }
@@ -328,6 +399,11 @@ impl Driver {
     fn first_pack(&self, pieces: &[Piece]) -> Result<Duration, FabricError> {
         let Some(local) = self.staging.buffers.as_ref().map(|b| b.local) else { return Ok(Duration::ZERO) };
         let scratch = self.staging.slice_bytes * BUFFERS as u64;
+        // The buffer's own first touch is not what is asked for.
+        let slice = self.staging.slice_bytes;
+        let whole =
+            Piece { src_region: local, src_off: scratch + slice, dst_region: local, dst_off: 0, len: slice };
+        self.memory.pack(&[whole], local, scratch..scratch + slice)?;
         let size = pieces.len().div_ceil(FIRST_PARTS).max(1);
         let mut took = Vec::new();
         for part in pieces.chunks(size) {
@@ -405,8 +481,34 @@ impl Driver {
 
     /// A new session asks for what the last one did not live to see: a measurement under way goes on. False if none is.
     pub(super) fn probe_again(&mut self, now: Time, key: PeerKey) -> bool {
+        let probe = self.peers.get(&key).and_then(|io| io.endpoint.as_ref()?.lane.as_ref()?.probe.as_ref());
+        let Some(step) = probe.map(|p| p.step / PROBE_ROUNDS) else { return false };
+        // The end of a write comes whatever becomes of the session; only a word was lost with it.
+        if step < 3 && self.staging.probes.values().any(|k| *k == key) {
+            return true;
+        }
         self.staging.drop_probe(key);
         self.probe(now, key)
+    }
+
+    /// A measurement whose end does not come is given up, and the peer answered without it.
+    pub(super) fn stop_measuring(&mut self, now: Time, key: PeerKey) {
+        let endpoint = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut());
+        let Some(probe) = endpoint.and_then(|e| e.lane.as_mut()?.probe.take()) else { return };
+        tracing::warn!("measuring what writes to a peer take was given up: its pushes go as single writes");
+        self.staging.drop_probe(key);
+        self.attached(now, key, probe.info);
+    }
+
+    /// What peers this one is like.
+    fn likeness(&self, key: PeerKey, transports: &str, slot_bytes: u64) -> Likeness {
+        let run_bytes = self.sample_of(key).map_or(0, |c| Load::of(&c).run_bytes());
+        Likeness {
+            transports: transports.to_owned(),
+            near: self.peers.get(&key).is_some_and(|io| io.near),
+            run_bytes,
+            slice_bytes: self.staging.slice_bytes.min(slot_bytes),
+        }
     }
 
     /// A measurement's flush has come back.
@@ -459,6 +561,7 @@ impl Driver {
                 };
                 tracing::debug!(?cost, "measured");
                 lane.cost = Some(cost);
+                self.staging.learn_cost(lane.like.clone(), cost);
             }
             Ok(_) => {}
             Err(e) => tracing::warn!(error = %e, "what copying takes cannot be measured"),
@@ -481,7 +584,11 @@ impl Driver {
         let wanted = match self.staging.config.mode {
             StagingMode::Never => false,
             StagingMode::Always => true,
-            StagingMode::Auto => lane.cost.is_some_and(|c| c.prefers_packed(load, slice_bytes, sources)),
+            StagingMode::Auto => {
+                // Another peer of its kind may have been measured meanwhile.
+                let cost = lane.cost.or_else(|| self.staging.known_cost(&lane.like));
+                cost.is_some_and(|c| c.prefers_packed(load, slice_bytes, sources))
+            }
         };
         let slices = u32::try_from(load.bytes.div_ceil(slice_bytes)).unwrap_or(u32::MAX);
         let goes = wanted && self.node.handle_pack(now, id, load.bytes, slice_bytes, slices);
@@ -635,4 +742,36 @@ fn copies(
     };
     let plain = best(|| memory.pack(&[whole], local, scratch.clone()))?;
     Ok((pack, unpack, plain))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvxfer_proto::Incarnation;
+
+    fn key(n: u64) -> PeerKey {
+        PeerKey { incarnation: Incarnation(n), direction: Direction::TheyGrant }
+    }
+
+    /// As many as may be in flight to each, whether they come back or not.
+    fn fill(users: &mut [Option<PeerKey>], peer: PeerKey) -> usize {
+        let mut taken = 0;
+        while has_share(users, peer)
+            && let Some(free) = users.iter_mut().find(|u| u.is_none())
+        {
+            *free = Some(peer);
+            taken += 1;
+        }
+        taken
+    }
+
+    #[test]
+    fn receivers_that_stall_leave_buffers_for_the_others() {
+        let mut users = vec![None; BUFFERS];
+        let taken: Vec<usize> = (0..5).map(|n| fill(&mut users, key(n))).collect();
+        assert_eq!(taken, [8, 4, 2, 1, 1]);
+        assert!(!has_share(&users, key(9)));
+        users[0] = None;
+        assert!(has_share(&users, key(9)) && !has_share(&users, key(0)), "who has fewest comes first");
+    }
 }

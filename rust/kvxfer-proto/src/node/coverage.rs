@@ -74,6 +74,12 @@ impl Coverage {
         self.spans.len()
     }
 
+    /// Whether anything of this box was delivered.
+    #[must_use]
+    pub fn meets(&self, span: &Owed) -> bool {
+        self.spans.iter().any(|(_, s)| intersect(s, span).is_some())
+    }
+
     /// Delivered so far, layers times tokens.
     #[must_use]
     pub fn area(&self) -> u128 {

@@ -436,12 +436,13 @@ impl Node {
 
     /// The fence of this peer came to an end: nothing from it lands any more, or its transport cannot promise that.
     pub fn handle_fenced(&mut self, now: Time, key: PeerKey, result: Result<(), Reason>) {
+        let holds = self.inbound.values().any(|r| r.depends_on(key)) || self.has_slots_of_ours(key);
         let Some(peer) = self.peers.get_mut(&key) else { return };
         let Fence::Running { generation } = peer.fence else { return };
         peer.attached = None;
         match result {
-            // If no page is held because of it, there is nothing that an answer could set free.
-            Err(reason) if !peer.dead && self.inbound.values().any(|r| r.depends_on(key)) => {
+            // If no page or slot is held because of it, there is nothing that an answer could set free.
+            Err(reason) if !peer.dead && holds => {
                 peer.fence = Fence::Impossible { generation, reason };
                 self.keep_news(key);
                 // A peer that is still alive learns from the new generation that it has been given up, ends its own

@@ -50,30 +50,53 @@ impl Ring {
     }
 
     pub(super) fn want(&mut self, lease: Lease, push: PushId, slots: u32) {
-        self.wants.push_back(Want { lease, push, left: slots });
+        if slots == 0 {
+            return;
+        }
+        match self.wants.iter_mut().find(|w| w.lease == lease && w.push == push) {
+            Some(w) => w.left = w.left.saturating_add(slots),
+            None => self.wants.push_back(Want { lease, push, left: slots }),
+        }
     }
 
-    pub(super) fn is_wanted(&self, lease: Lease, push: PushId) -> bool {
-        self.wants.iter().any(|w| w.lease == lease && w.push == push)
+    /// Slots that this push still waits for.
+    pub(super) fn wanted(&self, lease: Lease, push: PushId) -> u32 {
+        let of = |w: &&Want| w.lease == lease && w.push == push;
+        self.wants.iter().find(of).map_or(0, |w| w.left)
+    }
+
+    /// Slots that the sender may write for this grant now.
+    pub(super) fn lent(&self, lease: Lease) -> u32 {
+        self.slots.lent(lease)
     }
 
     /// Lends what is free, to each push in its turn. No sender gets more slots than are left for the others: one that
     /// stops, and whose slots stay in quarantine, leaves half of the ring to them.
     fn lend(&mut self) -> Vec<(Lease, PushId, (u32, u32))> {
         let mut out = Vec::new();
+        // Nearly always: rooms wait because the ring is in use.
+        let mut free = self.slots.free();
+        if free == 0 || self.wants.is_empty() {
+            return out;
+        }
+        let mut held = self.slots.held_by_peer();
         let mut passed = 0;
-        while passed < self.wants.len() {
+        while passed < self.wants.len() && free > 0 {
             let Some(mut want) = self.wants.pop_front() else { break };
-            let (free, held) = (self.slots.free(), self.slots.held(want.lease.peer));
-            let may = free.saturating_sub(held).div_ceil(2).min(want.left);
+            let held = held.entry(want.lease.peer).or_default();
+            let may = free.saturating_sub(*held).div_ceil(2).min(want.left);
             // At most as many as each of the others could have too.
             let turns = u32::try_from(self.wants.len()).unwrap_or(u32::MAX).saturating_add(1);
-            let runs = self.slots.lend(want.lease, may.min(free.div_ceil(turns)));
+            let may = may.min(free.div_ceil(turns));
             passed += 1;
-            for run in runs {
-                want.left = want.left.saturating_sub(run.1);
-                out.push((want.lease, want.push, run));
-                passed = 0;
+            if may > 0 {
+                for run in self.slots.lend(want.lease, may) {
+                    want.left = want.left.saturating_sub(run.1);
+                    free = free.saturating_sub(run.1);
+                    *held = held.saturating_add(run.1);
+                    out.push((want.lease, want.push, run));
+                    passed = 0;
+                }
             }
             if want.left > 0 {
                 self.wants.push_back(want);
@@ -191,11 +214,35 @@ impl Node {
     }
 
     /// A room has failed: its slots wait for the peers' answers.
-    pub(super) fn quarantine_slots(&mut self, room: Room) {
+    pub(super) fn quarantine_slots(&mut self, now: Time, room: Room) {
         if let Some(ring) = &mut self.ring {
             ring.slots.fail(room);
             ring.wants.retain(|w| w.lease.room != room);
+            // What had landed for it is free.
+            self.lend(now);
         }
+    }
+
+    /// What to say of a room that waits for slots: that it does, and who has them.
+    pub(super) fn slots_waited_for(&self, room: Room) -> String {
+        let Some(ring) = self.ring.as_ref().filter(|r| r.wants.iter().any(|w| w.lease.room == room)) else {
+            return String::new();
+        };
+        let held = ring.slots.held_by_peer();
+        let who: Vec<String> =
+            held.iter().map(|(key, n)| format!("{n} with {}", self.peer_name(*key))).collect();
+        format!(
+            ": its pushes wait for staging slots, of which {} are in quarantine and {} are free ({}); evict peers that do not answer, or give \
+             staging_slots more",
+            ring.slots.quarantined(),
+            ring.slots.free(),
+            who.join(", ")
+        )
+    }
+
+    /// Whether this peer may still write to slots of ours.
+    pub(super) fn has_slots_of_ours(&self, key: PeerKey) -> bool {
+        self.ring.as_ref().is_some_and(|r| r.slots.is_writable_by(key))
     }
 
     /// A sender has said its last word on a room: whatever it was lent for it is free.

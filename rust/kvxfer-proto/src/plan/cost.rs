@@ -4,6 +4,9 @@ use super::{Cursor, Request, Template};
 use crate::layout::Side;
 use std::sync::Arc;
 
+/// Pieces that a packed slice has at most, so that a turn of the thread stays short. Part of [`super::ORDER`].
+pub const PACKED_PIECES: usize = 4096;
+
 /// Tokens, in pages of the larger side, that a sample holds.
 const SAMPLE_PAGES: u64 = 4;
 
@@ -70,7 +73,8 @@ impl Cost {
     #[must_use]
     pub fn packed_ns(&self, load: Load, slice_bytes: u64, sources: u32) -> f64 {
         let (runs, bytes) = (float(load.runs), float(load.bytes));
-        let slices = float(load.bytes.div_ceil(slice_bytes.max(1)).max(1));
+        let slices = load.bytes.div_ceil(slice_bytes.max(1)).max(load.runs.div_ceil(PACKED_PIECES as u64));
+        let slices = float(slices.max(1));
         let send =
             runs * self.pack_row_ns + bytes * (self.pack_byte_ns + self.put_byte_ns) + slices * self.put_ns;
         let unpack = runs * self.unpack_row_ns + bytes * self.unpack_byte_ns;

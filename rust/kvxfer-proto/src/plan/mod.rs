@@ -16,12 +16,16 @@ mod rows;
 mod segment;
 mod template;
 
-pub use cost::{Cost, Load, sample};
+pub use cost::{Cost, Load, PACKED_PIECES, sample};
 pub use cursor::{Cursor, Request, plan_all};
 pub use digest::{Digest, Sum};
 pub use pair::{Mismatch, compatible, sources};
 pub use rows::{CELL_BYTES, End, Extent, Place, Rows, Run};
 pub use template::Template;
+
+/// Names the order in which a [`Cursor`] gives its pieces, and how a push is cut into packed slices: what is packed on one
+/// side is unpacked by the other's own plan. Raise it with every change of either; `tests/plan_order.rs` notices.
+pub const ORDER: u32 = 1;
 
 /// One write: `len` bytes from an offset of a source region to an offset of a destination region. Regions are
 /// numbered as [`crate::layout::Side::regions`] does.

@@ -41,7 +41,12 @@ impl Node {
                 .filter(|(_, g)| g.owed.is_some() && !g.complete)
                 .map(|(k, _)| self.peer_name(*k))
                 .collect();
-            format!("room {room}: nothing came from {} for {} s", late.join(", "), p.waiting.as_secs_f64())
+            let slots = self.slots_waited_for(room);
+            format!(
+                "room {room}: nothing came from {} for {} s{slots}",
+                late.join(", "),
+                p.waiting.as_secs_f64()
+            )
         };
         self.fail_inbound(now, room, Reason::new(ReasonKind::TransferTimeout, reason));
     }
@@ -159,7 +164,7 @@ impl Node {
             }
             orders.push((*key, g.seq, unheard));
         }
-        self.quarantine_slots(room);
+        self.quarantine_slots(now, room);
         self.count_failure(&reason);
         self.unresolve_room(room, &source, &reason);
         for (key, seq, unheard) in orders {

@@ -6,16 +6,19 @@
 use super::{BOX_LIMIT, InGrant, too_many};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{PushId, Room, Seq, Time};
-use crate::msg::{Done, Pack, Packed};
+use crate::msg::{Done, Owed, Pack, Packed};
 use crate::node::types::{Delivery, DeliveryId, Mover, Stage, Unpacking};
 use crate::node::{Action, DeliveryFor, Node, PeerKey, area, intersect};
 use crate::plan::Request;
-use crate::staging::{Landing, Lease, Slot};
+use crate::staging::{Landing, Lease};
 
 /// One such push.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Packing {
     id: DeliveryId,
+    span: Owed,
+    /// Bytes of a slice, at most.
+    slice_bytes: u64,
     /// Bytes of all slices, as the sender says, and of those that have landed.
     bytes: u64,
     landed: u64,
@@ -35,13 +38,19 @@ fn broken(room: Room, text: impl std::fmt::Display) -> Reason {
 }
 
 impl InGrant {
-    /// What is wrong with a `Done` of a push that came packed, if not all of its slices have landed.
+    /// What is wrong with a `Done` of a push that came packed: its slices have not all landed, or were of something else.
     pub(super) fn lacks_slices(&self, m: &Done) -> Option<String> {
-        let p = self.packed.get(&m.push).filter(|p| p.landed != p.bytes)?;
-        Some(format!(
-            "push {} is said to be done, but {} of its {} packed bytes have come",
-            m.push.0, p.landed, p.bytes
-        ))
+        let p = self.packed.get(&m.push)?;
+        if p.landed != p.bytes {
+            return Some(format!(
+                "push {} is said to be done, but {} of its {} packed bytes have come",
+                m.push.0, p.landed, p.bytes
+            ));
+        }
+        // An empty box says that the push brings nothing more.
+        (area(&m.span) > 0 && m.span != p.span).then(|| {
+            format!("push {} is said to be done with {:?}, but {:?} came packed", m.push.0, m.span, p.span)
+        })
     }
 }
 
@@ -75,6 +84,10 @@ impl Node {
             Some("comes after the last piece was done")
         } else if g.packed.contains_key(&m.push) || g.copies.contains_key(&m.push) {
             Some("is there already")
+        } else if g.coverage.meets(&m.span)
+            || g.packed.values().any(|p| intersect(&p.span, &m.span).is_some())
+        {
+            Some("is there in part already")
         } else {
             None
         };
@@ -92,7 +105,17 @@ impl Node {
             && let Some(g) = r.grants.get_mut(&key)
         {
             g.copies.insert(m.push, id);
-            g.packed.insert(m.push, Packing { id, bytes: m.bytes, landed: 0, next: 0 });
+            g.packed.insert(
+                m.push,
+                Packing {
+                    id,
+                    span: m.span.clone(),
+                    slice_bytes: m.slice_bytes,
+                    bytes: m.bytes,
+                    landed: 0,
+                    next: 0,
+                },
+            );
             self.actions.push_back(Action::Unpack(Unpacking {
                 delivery: Delivery {
                     id,
@@ -145,7 +168,7 @@ impl Node {
         };
         if m.bytes == 0 {
             let returned = ring.slots_mut().returned(lease, m.slot);
-            self.keep_wanting(lease);
+            self.keep_wanting(lease, m.push);
             self.lend(now);
             return returned.map_err(|e| broken(room, e));
         }
@@ -179,25 +202,23 @@ impl Node {
             ring.unpack(id, lease, m.slot).map_err(|e| broken(room, e))?;
         }
         self.actions.push_back(Action::Landed { id, slot: m.slot, bytes: m.bytes });
-        self.keep_wanting(lease);
+        self.keep_wanting(lease, m.push);
         self.lend(now);
         self.inbound_stage(now, room, Stage::Transferring);
         Ok(())
     }
 
-    /// Slices may be more than the sender thought: a push of which some are missing, and that has no slot left to come
-    /// in, gets another one.
-    fn keep_wanting(&mut self, lease: Lease) {
+    /// Slices may be more than the sender thought, since not each is full. Whenever fewer slots are out, or asked for, than
+    /// there are slices still to come, more are asked for.
+    fn keep_wanting(&mut self, lease: Lease, push: PushId) {
         let Some(ring) = &mut self.ring else { return };
         let Some(r) = self.inbound.get(&lease.room).filter(|r| r.failure.is_none()) else { return };
-        let Some(g) = r.grants.get(&lease.peer) else { return };
-        if ring.slots().slots().contains(&Slot::Lent(lease)) {
-            return;
-        }
-        for (push, _) in g.packed.iter().filter(|(_, p)| p.landed < p.bytes) {
-            if !ring.is_wanted(lease, *push) {
-                ring.want(lease, *push, 1);
-            }
+        let Some(p) = r.grants.get(&lease.peer).and_then(|g| g.packed.get(&push)) else { return };
+        let slices = p.bytes.saturating_sub(p.landed).div_ceil(p.slice_bytes.max(1));
+        let slices = u32::try_from(slices).unwrap_or(u32::MAX);
+        if slices > 0 {
+            let has = ring.lent(lease).saturating_add(ring.wanted(lease, push));
+            ring.want(lease, push, slices.saturating_sub(has));
         }
     }
 

@@ -107,14 +107,14 @@ impl Node {
 
     /// What [`Flaw::OldCreditsCount`] takes slots for: whatever goes packed to this peer now.
     fn misread(&self, key: PeerKey, m: &Credit) -> Credit {
-        let packed = self.packing.keys().filter_map(|id| match self.deliveries.get(id)? {
+        let mut packed = self.packing.keys().filter_map(|id| match self.deliveries.get(id)? {
             DeliveryFor::Outbound(room, to, push) if *to == key => {
                 let seq = self.outbound.get(room)?.dests.get(&key)?.seq;
                 Some(Credit { room: *room, seq, push: *push, slots: m.slots })
             }
             _ => None,
         });
-        packed.last().unwrap_or_else(|| m.clone())
+        packed.next_back().unwrap_or_else(|| m.clone())
     }
 
     /// A slice was written to a slot, and is there. Slices are numbered from zero, and named here in that order.
