@@ -71,6 +71,7 @@ fn run_family(family: Family, test: &str) {
         sum.cancelled_mid_write += r.cancelled_mid_write;
         sum.kills_mid_write += r.kills_mid_write;
         sum.fences += r.fences;
+        sum.slices_unpacked += r.slices_unpacked;
     }
     let mut kinds = vec!["cancel_by_decode", "cancel_by_prefill", "cut_network", "kill", "lose_session"];
     kinds.extend(["retract", "stop", "unpushed"]);
@@ -84,6 +85,7 @@ fn run_family(family: Family, test: &str) {
         assert!(faults.get(kind).is_some_and(|n| *n > 0), "{family:?}: no {kind} in {faults:?}");
     }
     assert!(sum.cancelled_mid_write > 0 && sum.kills_mid_write > 0 && sum.fences > 0, "{family:?}: {sum:#?}");
+    assert_eq!(sum.slices_unpacked > 1000, !matches!(family, Family::Receiver), "{family:?}: {sum:#?}");
     assert!(2 * sum.succeeded > sum.rooms, "{family:?}: the faults leave too little: {sum:#?}");
 }
 
@@ -118,9 +120,9 @@ fn the_same_options_give_the_same_report_and_the_same_log() {
     }
 }
 
-/// A broken rule must be seen within these many seeds. Not tried here: `NoSessionCheck`, since the link's numbers make
-/// nearly every frame of an old session a duplicate, and the connection that brings it is closed within microseconds; and
-/// `StagingSlotFreedEarly`, since nothing is staged here.
+/// A broken rule must be seen within these many seeds. Not tried here: `NoSessionCheck` and `OldCreditsCount`, since the
+/// link's numbers make nearly every frame of an old session a duplicate, and the connection that brings it is closed
+/// within microseconds.
 const TRIES: u64 = 32;
 
 /// The first seed that reports a broken rule, and what it reports.
@@ -160,6 +162,21 @@ fn a_success_before_the_flush_is_caught() {
 #[test]
 fn an_answer_while_writes_are_in_flight_is_caught() {
     caught(Flaw::DrainedWhileWriting, Family::SenderFenced, |r| r.late_writes > 0);
+}
+
+#[test]
+fn a_staging_slot_that_is_freed_early_is_caught() {
+    for family in [Family::SenderFenced, Family::SenderUnfenced] {
+        let r = caught(Flaw::StagingSlotFreedEarly, family, |r| r.late_writes > 0);
+        assert!(r.violations.iter().any(|v| v.contains("into slot")), "{r:#?}");
+    }
+}
+
+#[test]
+fn unpacking_after_the_release_is_caught() {
+    for family in [Family::SenderFenced, Family::SenderUnfenced] {
+        caught(Flaw::UnpackAfterRelease, family, |r| r.late_writes > 0);
+    }
 }
 
 #[test]

@@ -2,7 +2,8 @@
 
 use super::engine::Owner;
 use super::geometry::{Geometry, ix};
-use super::lane::{Lane, SLICES_IN_FLIGHT};
+use super::lane::{InSlot, Lane, SLICES_IN_FLIGHT, Slice, Work};
+use super::packing::Packing;
 use super::sums::Sums;
 use super::world::{Job, What, World};
 use kvxfer_fabric::sim::SimFabric;
@@ -12,7 +13,7 @@ use kvxfer_proto::node::{
     Action, Config, Delivery, DeliveryEnd, DeliveryId, Direction, Node, PeerKey, Source,
 };
 use kvxfer_proto::plan::{Cursor, Template};
-use kvxfer_proto::{Incarnation, LayoutError, Reason, ReasonKind, Room, SessionNo, Side};
+use kvxfer_proto::{Incarnation, LayoutError, Reason, ReasonKind, Room, SessionNo, Side, Time};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
@@ -80,7 +81,10 @@ pub(super) struct Agent {
     pub(super) sessions: BTreeMap<(PeerKey, SessionNo), (u64, usize)>,
     pub(super) resolve_tries: BTreeMap<Source, u32>,
     next_ep: u32,
-    tickets: BTreeMap<u64, (DeliveryId, PeerKey)>,
+    pub(super) packing: Packing,
+    /// Incarnations of the processes that were here before.
+    pub(super) past: Vec<Incarnation>,
+    pub(super) tickets: BTreeMap<u64, (DeliveryId, PeerKey)>,
     fences: BTreeMap<u64, PeerKey>,
     next_ticket: u64,
     failures: BTreeMap<DeliveryId, Reason>,
@@ -132,6 +136,8 @@ impl Agent {
             sessions: BTreeMap::new(),
             resolve_tries: BTreeMap::new(),
             next_ep: 0,
+            packing: Packing::default(),
+            past: Vec::new(),
             tickets: BTreeMap::new(),
             fences: BTreeMap::new(),
             next_ticket: 0,
@@ -152,7 +158,7 @@ impl Agent {
         self.alive && !self.stopped
     }
 
-    fn fresh_ticket(&mut self) -> u64 {
+    pub(super) fn fresh_ticket(&mut self) -> u64 {
         self.next_ticket += 1;
         self.next_ticket
     }
@@ -172,12 +178,16 @@ impl World<'_> {
                     }
                 }
                 Action::Event(event) => self.on_event(i, &event),
-                // No agent here has a ring.
-                Action::Stage(..)
-                | Action::TellRefused { .. }
-                | Action::Lent { .. }
-                | Action::Unpack(_)
-                | Action::Landed { .. } => {}
+                Action::Stage(..) | Action::TellRefused { .. } => {}
+                Action::Lent { id, slot } => {
+                    self.agents[i].lane.has_slot(id, slot, 0);
+                    self.want_turn(i);
+                }
+                Action::Landed { id, slot, bytes } => {
+                    self.agents[i].lane.has_slot(id, slot, bytes);
+                    self.want_turn(i);
+                }
+                Action::Unpack(unpacking) => self.begin_unpacking(i, unpacking),
                 Action::Deliver(delivery) => self.deliver(i, delivery),
                 Action::Sum(sum) => self.begin_sum(i, sum),
                 Action::Abort(id) if self.agents[i].stop_sum(id) => {
@@ -215,7 +225,9 @@ impl World<'_> {
         };
         match Cursor::new(template, delivery.request, src, dst) {
             Ok(cursor) => {
-                a.lane.add(id, key, delivery.room, cursor);
+                let work = self.packs(i, id, key, &cursor).map_or(Work::Move, Work::Pack);
+                let a = &mut self.agents[i];
+                a.lane.add(id, key, delivery.room, cursor, work);
                 let end = a.lane.take_end(id);
                 self.flow_over(i, id, end);
                 self.want_turn(i);
@@ -232,7 +244,7 @@ impl World<'_> {
         }
     }
 
-    fn flow_over(&mut self, i: usize, id: DeliveryId, end: Option<DeliveryEnd>) {
+    pub(super) fn flow_over(&mut self, i: usize, id: DeliveryId, end: Option<DeliveryEnd>) {
         let Some(end) = end else { return };
         let now = self.time();
         let a = &mut self.agents[i];
@@ -255,12 +267,20 @@ impl World<'_> {
     pub(super) fn turn(&mut self, i: usize) {
         let a = &mut self.agents[i];
         a.turn_due = false;
-        let peers = &a.peers;
-        let slice = a.lane.next_slice(|key| {
+        let (peers, packing) = (&a.peers, &a.packing);
+        let slice = a.lane.next_slice(|key, packed| {
             peers.get(&key).is_some_and(|p| p.endpoint.is_some() && p.in_flight < SLICES_IN_FLIGHT)
+                && (!packed || packing.has_buffer(key))
         });
-        if let Some((id, key, room, pieces)) = slice {
-            self.post(i, (id, key, room), pieces);
+        if let Some(slice) = slice {
+            match slice.slot {
+                None => {
+                    let Slice { id, peer, room, pieces, .. } = slice;
+                    self.post(i, (id, peer, room), pieces);
+                }
+                Some(InSlot::Pack(slot, number)) => self.pack(i, &slice, slot, number),
+                Some(InSlot::Unpack(slot, bytes)) => self.unpack(i, &slice, slot, bytes),
+            }
             self.carry_out(i);
             self.want_turn(i);
         }
@@ -350,6 +370,8 @@ impl World<'_> {
             a.failures.insert(id, Reason::new(ReasonKind::FabricError, e.to_string()));
             a.lane.abort(id);
         }
+        let now = Time(self.now);
+        a.packed(now, id, ticket);
         let end = a.lane.flushed(id);
         self.flow_over(i, id, end);
         self.want_turn(i);
@@ -363,6 +385,7 @@ impl World<'_> {
         a.lane.drop_peer(key);
         a.sums.retain(|_, s| s.peer != key);
         a.tickets.retain(|_, (_, k)| *k != key);
+        a.packing.forget_tickets_of(key);
         let Some(ep) = a.peers.get_mut(&key).and_then(|io| {
             io.in_flight = 0;
             io.take_endpoint()
@@ -389,6 +412,7 @@ impl World<'_> {
     fn fence_result(&mut self, i: usize, key: PeerKey, result: Result<(), FabricError>) {
         let now = self.time();
         self.log.line(self.now, format_args!("{} has fenced {key:?}: {result:?}", self.agents[i].name));
+        self.agents[i].packing.free_buffers_of(key);
         let result = match key.direction {
             Direction::WeGrant => result.map_err(|e| Reason::new(ReasonKind::FabricError, e.to_string())),
             // Our own writes ended when our endpoint was closed, whatever the transport promises its target.
@@ -400,6 +424,8 @@ impl World<'_> {
     fn forget(&mut self, i: usize, key: PeerKey) {
         let a = &mut self.agents[i];
         let Some(mut io) = a.peers.remove(&key) else { return };
+        a.packing.forget_tickets_of(key);
+        a.packing.free_buffers_of(key);
         if let Some(ep) = io.take_endpoint() {
             self.disconnect(i, ep);
         }
@@ -427,7 +453,8 @@ impl World<'_> {
             let from = peer.ok_or_else(|| FabricError::Closed("its process is gone".to_owned()))?;
             a.copies.insert(ep, from);
         } else {
-            let lens: Vec<u64> = describe.regions.iter().map(|r| r.len).collect();
+            let mut lens: Vec<u64> = describe.regions.iter().map(|r| r.len).collect();
+            lens.extend(super::packing::region_lens(self.staging));
             let blob = describe.fabrics.first().map(|f| f.blob.clone()).unwrap_or_default();
             let role = match key.direction {
                 Direction::TheyGrant => EndRole::Active,

@@ -40,6 +40,7 @@ fn world(mover: Mover, data_us: (u64, u64)) -> World<'static> {
         delays: Delays { control: (50, 200), copy: data_us, turn: (1, 15) },
         net: SimConfig { write_delay_us: data_us, ..SimConfig::default() },
         config: Config::default(),
+        staging: None,
     };
     let options = SimOptions { mover, kill: 0, stop: 0, cut: 0, ..SimOptions::new(11) };
     let Ok(mut w) = World::of(options, &plan, SplitMix64::new(11), Log::new(None)) else { unreachable!() };

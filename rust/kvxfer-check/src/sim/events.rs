@@ -276,7 +276,10 @@ impl World<'_> {
     pub(super) fn check_landed(&mut self, from: usize, to: usize, region: u32, offset: u64, len: u64) {
         self.tally.writes_landed += 1;
         let a = &self.agents[to];
-        let Some(shape) = a.geo.regions.get(ix(u64::from(region))) else { return };
+        let Some(shape) = a.geo.regions.get(ix(u64::from(region))) else {
+            self.check_slot(from, to, offset, len);
+            return;
+        };
         let bytes = self.net.read(a.fabric.node(), region, offset, len).unwrap_or_default();
         let (mut at, end) = (offset, offset + len);
         let (mut foreign, mut free) = (0, None);

@@ -159,6 +159,8 @@ impl World<'_> {
         match made {
             Ok(mut fresh) => {
                 fresh.life = self.agents[i].life + 1;
+                fresh.past = mem::take(&mut self.agents[i].past);
+                fresh.past.push(self.agents[i].incarnation);
                 self.agents[i] = fresh;
                 self.blank_all(i);
                 self.log.line(

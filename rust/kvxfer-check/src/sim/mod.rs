@@ -7,7 +7,8 @@
 //! decides: cancels, kills, stops, lost sessions, cut networks, broken endpoints, time running out.
 //!
 //! Two families of transport ([`Mover`]): the sender writes, over [`kvxfer_fabric::sim::SimNet`]; or the receiver
-//! copies in a step of its own.
+//! copies in a step of its own. Where the sender writes, half of the seeds have staging rings of few slots, and some of
+//! their deliveries go packed.
 //!
 //! [`Node`]: kvxfer_proto::node::Node
 
@@ -20,6 +21,7 @@ mod events;
 mod faults;
 mod geometry;
 mod lane;
+mod packing;
 mod report;
 mod sessions;
 mod setup;

@@ -45,6 +45,8 @@ pub struct SimReport {
     pub faults: BTreeMap<&'static str, u64>,
     /// Writes (or copies) that landed.
     pub writes_landed: u64,
+    /// Packed slices that were taken out of their slots.
+    pub slices_unpacked: u64,
     /// Frames that came through the codec.
     pub frames: u64,
     /// Sessions that came up, fences that were begun and stale messages that were refused, over all processes.

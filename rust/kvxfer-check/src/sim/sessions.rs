@@ -144,7 +144,7 @@ impl World<'_> {
             }],
             received,
             link_generation,
-            staging: (0, 0),
+            staging: self.staging.unwrap_or_default(),
             process: Vec::new(),
         };
         if let Some(conn) = self.conns.get_mut(&c) {
@@ -214,8 +214,9 @@ impl World<'_> {
                 return;
             }
         }
+        let ring = self.offer_ring(i);
         let fabric = if self.sender_writes() { "sim" } else { "copy" };
-        self.send_session(i, key, Msg::Attach(Attach { fabric: fabric.to_owned(), ring: None }));
+        self.send_session(i, key, Msg::Attach(Attach { fabric: fabric.to_owned(), ring }));
     }
 
     /// Keeps an endpoint with the plan for the two shards.
@@ -256,7 +257,10 @@ impl World<'_> {
             ),
         );
         match frame.msg {
-            Msg::Attach(_) => self.attach_asked(i, key),
+            Msg::Attach(m) => {
+                self.take_ring(i, key, m.ring.is_some());
+                self.attach_asked(i, key);
+            }
             Msg::Attached(m) => self.attach_answered(i, key, m),
             // Its part of the handshake took too long.
             Msg::Refuse(reason) if reason.kind == ReasonKind::TransferTimeout => self.close_end(c, e),

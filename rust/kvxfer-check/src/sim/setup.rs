@@ -25,6 +25,8 @@ pub(super) struct Plan {
     pub(super) delays: Delays,
     pub(super) net: SimConfig,
     pub(super) config: Config,
+    /// Bytes of a staging slot, and slots, of every agent.
+    pub(super) staging: Option<(u64, u32)>,
 }
 
 /// Production's settings with every time divided by 50: rooms here take milliseconds, and faults must not outlast the run.
@@ -102,6 +104,7 @@ impl Plan {
             delays,
             net,
             config: config(options),
+            staging: super::packing::draw(options),
         }
     }
 }
@@ -139,7 +142,9 @@ impl<'w> World<'w> {
                         Ok(geo) => geo,
                         Err(e) => return Err((e, log)),
                     };
-                    let node = net.add_node(&geo.region_lens());
+                    let mut lens = geo.region_lens();
+                    lens.extend(super::packing::region_lens(plan.staging));
+                    let node = net.add_node(&lens);
                     let incarnation = Incarnation(rng.next_u64());
                     let fabric = net.fabric(node);
                     let made = Agent::new(
@@ -162,8 +167,24 @@ impl<'w> World<'w> {
             }
         }
         log.line(0, format_args!("{:?} {:?} {} pages", plan.delays, plan.net, plan.pages));
+        let staging = plan.staging;
+        if let Some((bytes, slots)) = staging {
+            log.line(0, format_args!("staging rings of {slots} slots of {bytes} bytes"));
+        }
         let near = plan.net.observe_death;
         let delays = plan.delays;
-        Ok(Self::assemble(Parts { options, config, rng, net, delays, near, agents, prefills, decodes, log }))
+        Ok(Self::assemble(Parts {
+            options,
+            config,
+            rng,
+            net,
+            delays,
+            near,
+            staging,
+            agents,
+            prefills,
+            decodes,
+            log,
+        }))
     }
 }

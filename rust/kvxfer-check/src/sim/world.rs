@@ -90,6 +90,7 @@ pub(super) struct Tally {
     pub(super) cancelled_mid_write: u64,
     pub(super) kills_mid_write: u64,
     pub(super) writes_landed: u64,
+    pub(super) slices_unpacked: u64,
     pub(super) frames: u64,
     pub(super) sessions: u64,
     pub(super) fences: u64,
@@ -107,6 +108,8 @@ pub(super) struct World<'w> {
     pub(super) delays: Delays,
     /// The death of a process is seen by its peers, as on one host.
     pub(super) near: bool,
+    /// Bytes of a staging slot, and slots, if agents have some.
+    pub(super) staging: Option<(u64, u32)>,
     pub(super) agents: Vec<Agent>,
     pub(super) prefills: Vec<Engine>,
     pub(super) decodes: Vec<Engine>,
@@ -138,6 +141,8 @@ pub(super) struct Parts<'w> {
     pub(super) net: SimNet,
     pub(super) delays: Delays,
     pub(super) near: bool,
+    /// Bytes of a staging slot, and slots, if agents have some.
+    pub(super) staging: Option<(u64, u32)>,
     pub(super) agents: Vec<Agent>,
     pub(super) prefills: Vec<Engine>,
     pub(super) decodes: Vec<Engine>,
@@ -154,6 +159,7 @@ impl<'w> World<'w> {
             net: p.net,
             delays: p.delays,
             near: p.near,
+            staging: p.staging,
             agents: p.agents,
             prefills: p.prefills,
             decodes: p.decodes,
@@ -323,7 +329,8 @@ impl<'w> World<'w> {
             && self.net.in_flight() == 0
             && self.agents.iter().all(|a| {
                 let g = a.node.gauges();
-                a.runs() && (g.inbound, g.outbound, g.granted_pages, g.deliveries) == (0, 0, 0, 0)
+                let rest = (g.inbound, g.outbound, g.granted_pages, g.deliveries, g.staging_slots);
+                a.runs() && rest == (0, 0, 0, 0, 0)
             })
     }
 
@@ -347,6 +354,7 @@ impl<'w> World<'w> {
             virtual_us: self.now,
             faults: t.faults.clone(),
             writes_landed: t.writes_landed,
+            slices_unpacked: t.slices_unpacked,
             frames: t.frames,
             sessions: t.sessions,
             fences: t.fences,
