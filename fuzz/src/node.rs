@@ -119,6 +119,9 @@ impl World {
                     let now = self.time();
                     self.node.handle_packed(now, id, slot, 8, 0);
                 }
+                Action::Direct(id) => {
+                    assert!(self.deliveries.contains_key(&id), "no delivery is {id:?}");
+                }
                 Action::Unpack(unpacking) => self.check_delivery(unpacking.delivery),
                 Action::Landed { id, slot, bytes } => {
                     assert!(slot < SLOTS && bytes <= SLOT_BYTES, "{bytes} bytes in slot {slot}");

@@ -50,7 +50,7 @@ fn one_source_and_any_fault_when_pushes_go_packed() {
 #[test]
 fn packed_pieces_take_turns_in_one_slot() {
     let kinds = vec![FaultKind::Cancel];
-    complete(&Setup { pieces: 2, kinds, sources: 1, ..Setup::new(Family::PackedUnfenced, 1) }, 1_000);
+    complete(&Setup { pieces: 2, kinds, sources: 1, ..Setup::new(Family::PackedUnfenced, 1) }, 400);
     complete(&Setup { pieces: 2, ..Setup::new(Family::PackedFenced, 0) }, 1_000);
 }
 

@@ -135,6 +135,17 @@ impl Scheduler {
         }
     }
 
+    /// A delivery that was to go packed goes as any other, from its start.
+    pub(crate) fn direct(&mut self, id: DeliveryId) {
+        if let Some(mut flow) = self.flows.remove(&id) {
+            flow.work = match flow.work {
+                Work::Pack { cursor, .. } => Work::Move(*cursor),
+                work => work,
+            };
+            self.flows.insert(id, flow);
+        }
+    }
+
     /// A slice of a push that comes packed.
     pub(crate) fn landed(&mut self, id: DeliveryId, slot: u32, bytes: u64) {
         if let Some(Work::Unpack { landed, .. }) = self.flows.get_mut(&id).map(|f| &mut f.work) {

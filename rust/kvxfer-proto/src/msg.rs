@@ -426,7 +426,7 @@ pub struct Credit {
     pub seq: Seq,
     /// First slot and how many.
     pub slots: (u32, u32),
-    /// The push that asked for them.
+    /// The push that asked for them. With slots `(0, 0)`: there are none to be had, it is to go unpacked.
     pub push: PushId,
 }
 

@@ -7,7 +7,7 @@ mod sim;
 use kvxfer_proto::msg::{Copied, Credit, Drained, Msg, Pack, Packed, Retract};
 use kvxfer_proto::node::{Config, DeliveryEnd, EventKind, Mover, PeerKey};
 use kvxfer_proto::{PushId, ReasonKind, Seq};
-use sim::rooms::{ids, push, room, why};
+use sim::rooms::{expect, ids, push, room, why};
 use sim::solo::{Solo, done, grant, owed};
 
 /// Bytes of the room: two layers of K and V, four tokens.
@@ -149,6 +149,47 @@ fn slots_of_a_rank_that_was_done_come_back_after_the_room_is_gone() {
         s.order(|n, now| n.handle_peer_died(now, k));
         assert_eq!(slots_taken(&s), (0, 0));
     }
+}
+
+/// Every slot waits for a peer that may never answer: what comes now comes unpacked.
+#[test]
+fn a_push_for_which_all_slots_are_in_quarantine_comes_unpacked() {
+    let mut s = Solo::decode(&[10]);
+    let k = s.source_up(10, Mover::Sender);
+    s.order(|n, _| n.handle_ring(SLOT, 1).unwrap());
+    s.recv(k, Msg::Pack(pack(2))).unwrap();
+    assert_eq!(slots_taken(&s), (1, 0));
+    s.order(|n, now| n.handle_expect(now, expect(98, &[30], (0, 4))));
+    s.recv(k, Msg::Pack(Pack { room: room(98), seq: Seq(2), push: PushId(8), ..pack(2) })).unwrap();
+    assert_eq!(told(&s, "Credit").len(), 1, "it waits: the one slot may come back");
+    s.order(|n, now| n.handle_cancel(now, room(99), why(ReasonKind::Cancelled)));
+    assert_eq!(slots_taken(&s), (1, 1));
+    let none = Credit { room: room(98), seq: Seq(2), slots: (0, 0), push: PushId(8) };
+    assert_eq!(told(&s, "Credit").last(), Some(&&Msg::Credit(none)));
+    let id = s.unpackings[1].delivery.id;
+    assert!(s.aborts.contains(&id));
+    s.order(|n, now| n.handle_delivery(now, id, DeliveryEnd::Aborted));
+    s.recv(k, done(98, 2, 8, (0, 4), true)).unwrap();
+    assert_eq!(s.endings(98), (1, 1));
+}
+
+#[test]
+fn a_delivery_that_gets_no_slots_goes_unpacked() {
+    let mut s = Solo::new(Config::default());
+    let k = s.dest_up(20, Mover::Sender);
+    s.order(|n, _| n.handle_peer_ring(k, SLOT, 4).unwrap());
+    s.order(|n, now| n.handle_push(now, push(1, 7, &[1], (0, 4))));
+    s.recv(k, grant(1, 1, &[1])).unwrap();
+    let id = s.delivers[0].id;
+    s.order(|n, now| assert!(n.handle_pack(now, id, BYTES, SLOT, 2)));
+    s.recv(k, credit(7, (0, 0))).unwrap();
+    assert_eq!((s.directs.clone(), s.aborts.len()), (vec![id], 0));
+    s.recv(k, Msg::Copied(Copied { room: room(1), seq: Seq(1), push: PushId(7), error: None })).unwrap();
+    s.end(0, DeliveryEnd::Complete { bytes: BYTES, writes: 4 });
+    assert_eq!(told(&s, "Done").len(), 1);
+    // Said again, it says nothing.
+    s.recv(k, credit(7, (0, 0))).unwrap();
+    assert_eq!(s.directs.len(), 1);
 }
 
 #[test]

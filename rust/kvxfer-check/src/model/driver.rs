@@ -45,6 +45,7 @@ impl World {
                 // No room here asks for a checksum.
                 Action::Stage(..) | Action::TellRefused { .. } | Action::Sum(_) => {}
                 Action::Lent { id, slot } | Action::Landed { id, slot, .. } => self.has_slot(at, id, slot),
+                Action::Direct(id) => self.direct(at, id),
                 Action::Unpack(u) => self.unpacking(at, &u.delivery),
                 Action::Resolve(_) => self.proc(at).resolving = true,
                 Action::Connect(key) => self.want_dial(at, key),

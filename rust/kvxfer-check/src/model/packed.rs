@@ -14,6 +14,16 @@ impl World {
         }
     }
 
+    /// A delivery that was to go packed gets no slots.
+    pub(super) fn direct(&mut self, at: usize, id: DeliveryId) {
+        let Some(r) = self.proc(at).running.get_mut(&id) else { return };
+        r.packed = false;
+        let key = r.key;
+        if let Some(&ep) = self.procs[at].eps.get(&key) {
+            self.post(at, id, ep);
+        }
+    }
+
     /// A push comes packed.
     pub(super) fn unpacking(&mut self, at: usize, d: &Delivery) {
         let p = self.proc(at);

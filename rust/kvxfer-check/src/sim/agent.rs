@@ -183,6 +183,10 @@ impl World<'_> {
                     self.agents[i].lane.has_slot(id, slot, 0);
                     self.want_turn(i);
                 }
+                Action::Direct(id) => {
+                    self.agents[i].lane.direct(id);
+                    self.want_turn(i);
+                }
                 Action::Landed { id, slot, bytes } => {
                     self.agents[i].lane.has_slot(id, slot, bytes);
                     self.want_turn(i);

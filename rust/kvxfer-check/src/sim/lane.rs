@@ -87,6 +87,13 @@ impl Lane {
         }
     }
 
+    /// A flow that was to be packed is not.
+    pub(super) fn direct(&mut self, id: DeliveryId) {
+        if let Some(flow) = self.flows.get_mut(&id) {
+            flow.work = Work::Move;
+        }
+    }
+
     /// A slot for a flow, or a slice of it with so many bytes.
     pub(super) fn has_slot(&mut self, id: DeliveryId, slot: u32, bytes: u64) {
         if let Some(Work::Pack(slots) | Work::Unpack(slots)) = self.flows.get_mut(&id).map(|f| &mut f.work) {

@@ -33,6 +33,11 @@ impl Driver {
                 Action::Deliver(delivery) => self.deliver(now, delivery),
                 Action::Sum(sum) => self.begin_sum(now, sum),
                 Action::Lent { id, slot } => self.sched.lent(id, slot),
+                Action::Direct(id) => {
+                    self.sched.direct(id);
+                    self.stats.packed_deliveries = self.stats.packed_deliveries.saturating_sub(1);
+                    self.stats.direct_deliveries += 1;
+                }
                 Action::Unpack(unpacking) => self.begin_unpacking(now, unpacking),
                 Action::Landed { id, slot, bytes } => self.sched.landed(id, slot, bytes),
                 Action::Abort(id) => {

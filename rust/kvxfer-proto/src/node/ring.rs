@@ -105,6 +105,14 @@ impl Ring {
         out
     }
 
+    /// Pushes that wait while every slot is in quarantine: none comes back before its peer answers, which it may never do.
+    fn hopeless(&self) -> Vec<(Lease, PushId)> {
+        if self.wants.is_empty() || self.slots.slots().iter().any(|s| !matches!(s, Slot::Quarantined(_))) {
+            return Vec::new();
+        }
+        self.wants.iter().map(|w| (w.lease, w.push)).collect()
+    }
+
     /// The driver has this slot in hand from now on.
     pub(super) fn unpack(&mut self, id: DeliveryId, lease: Lease, slot: u32) -> Result<(), StagingError> {
         self.slots.unpack(lease, slot)?;
@@ -210,6 +218,10 @@ impl Node {
         for (lease, push, slots) in ring.lend() {
             let Lease { peer, room, seq } = lease;
             self.queue(now, peer, Msg::Credit(Credit { room, seq, slots, push }));
+        }
+        let hopeless = self.ring.as_ref().map(Ring::hopeless).unwrap_or_default();
+        for (lease, push) in hopeless {
+            self.refuse_slots(now, lease, push);
         }
     }
 

@@ -404,6 +404,8 @@ pub enum Action {
         /// Slot of the peer's ring.
         slot: u32,
     },
+    /// Such a delivery gets no slots: it goes as any other. Nothing of it was written.
+    Direct(DeliveryId),
     /// A push comes packed.
     Unpack(Unpacking),
     /// The next slice of such a push lies in this slot of ours; answer with `handle_unpacked` once it is read.

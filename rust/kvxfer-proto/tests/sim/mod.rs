@@ -253,6 +253,7 @@ impl Net {
                 Action::Deliver(delivery) => self.start_delivery(i, delivery),
                 Action::Sum(sum) => self.start_sum(i, sum),
                 Action::Lent { id, slot } => self.lent(i, id, slot),
+                Action::Direct(id) => self.go_direct(i, id),
                 Action::Unpack(unpacking) => self.start_unpacking(i, unpacking),
                 Action::Landed { id, slot, bytes } => self.landed(i, id, slot, bytes),
                 Action::Abort(id) if self.stop_sum(i, id) => {}

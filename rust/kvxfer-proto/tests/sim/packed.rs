@@ -101,6 +101,16 @@ impl Net {
         }
     }
 
+    /// No slots are to be had: as any other delivery.
+    pub(super) fn go_direct(&mut self, i: usize, id: DeliveryId) {
+        let incarnation = self.nodes[i].incarnation;
+        if let Some(r) = self.nodes[i].running.get_mut(&id) {
+            assert_eq!(r.next, 0, "nothing of it was written");
+            r.packed = None;
+            self.at(1, What::Post { node: i, incarnation, id });
+        }
+    }
+
     pub(super) fn post_slice(&mut self, i: usize, id: DeliveryId) {
         let incarnation = self.nodes[i].incarnation;
         let Some(r) = self.nodes[i].running.get_mut(&id).filter(|r| !r.aborted) else { return };

@@ -30,6 +30,8 @@ pub struct Solo {
     /// Slots of ours that hold a slice, and slots of a peer's that we may write.
     pub landed: Vec<u32>,
     pub lent: Vec<u32>,
+    /// Deliveries that go unpacked after all.
+    pub directs: Vec<DeliveryId>,
     pub events: Vec<Event>,
     pub aborts: Vec<DeliveryId>,
     pub fences: Vec<PeerKey>,
@@ -54,6 +56,7 @@ impl Solo {
             unpackings: Vec::new(),
             landed: Vec::new(),
             lent: Vec::new(),
+            directs: Vec::new(),
             events: Vec::new(),
             aborts: Vec::new(),
             fences: Vec::new(),
@@ -106,6 +109,7 @@ impl Solo {
                 Action::Unpack(unpacking) => self.unpackings.push(unpacking),
                 Action::Landed { slot, .. } => self.landed.push(slot),
                 Action::Lent { slot, .. } => self.lent.push(slot),
+                Action::Direct(id) => self.directs.push(id),
                 Action::Event(event) => self.events.push(event),
                 Action::Abort(id) => self.aborts.push(id),
                 Action::Fence(key) => self.fences.push(key),

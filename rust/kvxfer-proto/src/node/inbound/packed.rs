@@ -6,7 +6,7 @@
 use super::{BOX_LIMIT, InGrant, too_many};
 use crate::error::{Reason, ReasonKind};
 use crate::ids::{PushId, Room, Seq, Time};
-use crate::msg::{Done, Owed, Pack, Packed};
+use crate::msg::{Credit, Done, Msg, Owed, Pack, Packed};
 use crate::node::types::{Delivery, DeliveryId, Mover, Stage, Unpacking};
 use crate::node::{Action, DeliveryFor, Node, PeerKey, area, intersect};
 use crate::plan::Request;
@@ -220,6 +220,22 @@ impl Node {
             let has = ring.lent(lease).saturating_add(ring.wanted(lease, push));
             ring.want(lease, push, slices.saturating_sub(has));
         }
+    }
+
+    /// There is no slot for a push, and may never be one: it comes unpacked, if nothing of it has come yet.
+    pub(in crate::node) fn refuse_slots(&mut self, now: Time, lease: Lease, push: PushId) {
+        let Lease { peer, room, seq } = lease;
+        let Some(g) = self.inbound.get_mut(&room).and_then(|r| r.grants.get_mut(&peer)) else { return };
+        if g.packed.get(&push).is_none_or(|p| p.next > 0) {
+            return;
+        }
+        g.packed.remove(&push);
+        if let Some(id) = g.copies.remove(&push) {
+            g.stopping.insert(id);
+            self.actions.push_back(Action::Abort(id));
+        }
+        self.stop_wanting(room, peer, Some(push));
+        self.queue(now, peer, Msg::Credit(Credit { room, seq, slots: (0, 0), push }));
     }
 
     /// Every slice of a push is in the room's pages: its `Done`, if it came already, can be looked at.

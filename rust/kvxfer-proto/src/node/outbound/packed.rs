@@ -74,6 +74,13 @@ impl Node {
             Some(Part::Writing(id)) => self.packing.get_mut(&id).map(|p| (id, p)),
             _ => None,
         };
+        if m.slots == (0, 0) && packing.as_ref().is_none_or(|(_, p)| p.slots.is_empty()) {
+            if let Some((id, _)) = packing {
+                self.packing.remove(&id);
+                self.actions.push_back(Action::Direct(id));
+            }
+            return Ok(());
+        }
         let Some(credits) = self.peers.get_mut(&key).and_then(|p| p.credits.as_mut()) else {
             return Err(broken(&format!("room {room}: slots of a ring that was not announced")));
         };
