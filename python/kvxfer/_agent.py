@@ -63,7 +63,8 @@ class Agent(_kvxfer.Agent):
       connected, `"always"` wherever the receiver lends slots, `"never"`. The receiver lends from a ring of
       `staging_slots` slots of `staging_slot_bytes` bytes, whose memory is allocated when the first peer with
       such small runs connects (any peer with `"always"`, none with `"never"`). To force it, say so on both
-      sides.
+      sides. A slice is the smaller of the sender's `slice_bytes` and the receiver's `staging_slot_bytes` (at
+      most 16 MiB), and one sender has half of the ring at most.
     * `heartbeat`, `suspect_after` and `fence_after` are seconds (1, 5 and 10): how often peers hear from each
       other, when a silent connection is made anew, and when a peer that cannot be reached is fenced.
       `quarantine_limit` is how many pages may wait for silent peers before the agent takes no new rooms.

@@ -19,6 +19,11 @@ def doomed_peer(way: Way, it: Scene, **given: Any) -> Remote:
     return Remote(way, it.other.shape, it.here.pages, name="doomed", seed=1, **given)
 
 
+def quarantined(it: Scene) -> int:
+    slots: int = it.here.stats()["quarantined_slots"]
+    return slots
+
+
 def slots_free(it: Scene) -> bool:
     stats = it.here.stats()
     return stats["staging_slots"] == 0 and stats["quarantined_slots"] == 0
@@ -84,7 +89,10 @@ def test_decode_is_killed_in_mid_slice(way: Way, big_other: Remote) -> None:
 
 
 @each
-def test_a_peer_that_stops_with_slots_in_hand_does_not_stop_the_others(way: Way, big_other: Remote) -> None:
+@pytest.mark.parametrize("then", ["dies", "goes-on"])
+def test_a_peer_that_stops_with_slots_in_hand_does_not_stop_the_others(
+    way: Way, big_other: Remote, then: str
+) -> None:
     """It has half of the ring at most, which waits in quarantine as its pages do."""
     with scene(way, big_other, field=100, **FEW) as it:
         room, dst = it.room(), it.field
@@ -104,11 +112,51 @@ def test_a_peer_that_stops_with_slots_in_hand_does_not_stop_the_others(way: Way,
             it.give_up(beside)
             it.here.received(it.other.seed, src[:1], [free])
             failure = it.here.first(room)
-            assert (failure["state"], failure["error"]) == ("Failed", "PeerLost")
-            doomed.child.kill()
-            if not failure["released"]:
-                assert [ev["state"] for ev in it.here.end(room, way.death_s)] == ["Released"]
+            assert (failure["state"], failure["error"], failure["released"]) == ("Failed", "PeerLost", False)
+            eventually(lambda: quarantined(it) > 0, "its slots wait with its pages")
+            for _ in range(3):
+                hand_off(it.other, it.here, src[:1], [free])
+                assert quarantined(it) > 0, "as long as it may go on"
+            if then == "dies":
+                doomed.child.kill()
+            else:
+                doomed.go_on()
+            assert [ev["state"] for ev in it.here.end(room, way.death_s)] == ["Released"]
             it.here.settle(dst)
             it.give_up(room)
+            eventually(lambda: slots_free(it), "its slots are free by its death, or by its answer")
             doomed.kill()
-        eventually(lambda: slots_free(it), "its slots are free by its death")
+
+
+@pytest.mark.parametrize("way", params(TCP_PACKED), indirect=True)
+def test_decodes_that_stop_hold_up_no_packed_push_to_another(way: Way, big_other: Remote) -> None:
+    """Their writes do not come back, and keep the buffers that they were packed into. Nobody is given up
+    meanwhile.
+    """
+    patient = {"suspect_after": 60, "fence_after": 60}
+    with (
+        scene(way, big_other, field=100, **patient) as it,
+        doomed_peer(way, it, **FEW) as one,
+        doomed_peer(way, it, **FEW) as two,
+    ):
+        src = it.source
+        rooms = []
+        for n, doomed in enumerate((one, two)):
+            room = it.room()
+            rooms.append(room)
+            doomed.expect(room, it.field, tokens=tokens(src), source=it.here.address)
+            outbound = 2 + n
+            eventually(lambda n=outbound: it.here.stats()["outbound"] == n, "the grant")
+            it.here.push(room, src, tokens=tokens(src), last=False)
+            eventually(lambda r=room: it.here.state(r) == "Transferring", "bytes flow", pause=0)
+            doomed.stop()
+        even = 2 * np.arange(10)
+        for _ in range(3):
+            hand_off(it.here, it.other, even, it.beside_other[0] - 20 - 2 * np.arange(10))
+        for doomed in (one, two):
+            doomed.kill()
+        for room in rooms:
+            events = it.here.end(room, way.death_s)
+            assert (events[0]["state"], events[0]["error"]) == ("Failed", "PeerLost")
+            it.give_up(room)
+        it.here.rest()

@@ -95,6 +95,9 @@ def ids(rng: np.random.Generator, count: int) -> list[int]:
 )
 def test_packed_or_not_the_bytes_are_the_same(tls: str, sends: str, takes: str, goes: str) -> None:
     rng = np.random.default_rng(5)
+    if goes == "either" and tls.startswith("tcp"):
+        # A write each takes many times as long there: whatever else is measured, that is seen.
+        goes = "packed"
     with ExitStack() as stack:
         pair = Pair(stack, tls, sends={"staging": sends}, takes={"staging": takes})
         for verify in (None, "full"):
@@ -179,8 +182,9 @@ def test_a_push_that_is_taken_back_in_mid_slice_is_replaced(tls: str) -> None:
         ({"staging": "sometimes"}, "auto, always and never"),
         ({"staging_slots": 0}, "1 to 65536 slots"),
         ({"staging_slots": 70000}, "1 to 65536 slots"),
-        ({"staging_slot_bytes": 100}, "at least 4096 bytes"),
-        ({"staging_slot_bytes": 1 << 39}, "less than 2^40"),
+        ({"staging_slot_bytes": 100}, "4096 to 16777216 bytes"),
+        ({"staging_slot_bytes": 1 << 25}, "4096 to 16777216 bytes"),
+        ({"staging_slot_bytes": 1 << 24, "staging_slots": 65536}, "less than 2^40"),
     ],
 )
 def test_rings_that_cannot_be_are_refused(given: dict[str, Any], text: str) -> None:
@@ -188,3 +192,10 @@ def test_rings_that_cannot_be_are_refused(given: dict[str, Any], text: str) -> N
     pool = kx.alloc(layout, kx.Shard(), pages=2)
     with pytest.raises(kx.BadArgument, match=text.replace("^", r"\^")):
         kx.Agent("a", layout, kx.Shard(), memory=pool, **given)
+
+
+def test_a_ring_that_nobody_asks_for_may_have_any_size() -> None:
+    layout = kx.PageLayout(**LAYOUT)
+    pool = kx.alloc(layout, kx.Shard(), pages=2)
+    with kx.Agent("a", layout, kx.Shard(), memory=pool, staging="never", staging_slots=0) as agent:
+        assert agent.stats()["staging_slots"] == 0

@@ -401,6 +401,65 @@ mod tests {
         assert_eq!(slices, 4096 * 16 * 8 / SLICE_CELLS);
     }
 
+    /// A flow that waits for a slot is passed over; what its slots bring is cut alike on both sides.
+    #[test]
+    fn a_push_without_slots_holds_up_nobody() {
+        let mut s = Scheduler::new(64 << 10);
+        let room = Room::new(1).unwrap();
+        s.add_packed(DeliveryId(1), key(1), room, cursor(100), 64 << 10);
+        s.add_unpacking(DeliveryId(2), key(1), room, cursor(100), 64 << 10);
+        s.add(DeliveryId(3), key(1), room, cursor(1));
+        let mut out = Vec::new();
+        let slice = s.next_slice(&mut out, |_, _| true).unwrap();
+        assert_eq!((slice.id, slice.slot), (DeliveryId(3), None));
+        s.flushed(slice.id);
+        assert!(s.next_slice(&mut out, |_, _| true).is_none(), "neither has a slot");
+        s.lent(DeliveryId(1), 7);
+        assert!(s.next_slice(&mut out, |_, packed| !packed).is_none(), "there is no buffer for its peer");
+        let slice = s.next_slice(&mut out, |_, packed| packed).unwrap();
+        assert_eq!((slice.id, slice.slot), (DeliveryId(1), Some(InSlot::Pack(7, 0))));
+        s.landed(DeliveryId(2), 3, 1000);
+        let slice = s.next_slice(&mut out, |_, _| false).unwrap();
+        assert_eq!((slice.id, slice.slot), (DeliveryId(2), Some(InSlot::Unpack(3, 1000))));
+    }
+
+    #[test]
+    fn both_sides_cut_a_push_alike_and_no_slice_is_too_large() {
+        let all = |s: &mut Scheduler, give: fn(&mut Scheduler)| {
+            let (mut out, mut cuts, mut pieces) = (Vec::new(), Vec::new(), Vec::new());
+            loop {
+                give(s);
+                let Some(slice) = s.next_slice(&mut out, |_, _| true) else { return (cuts, pieces) };
+                cuts.push(out.len());
+                pieces.extend_from_slice(&out);
+                s.flushed(slice.id);
+            }
+        };
+        let room = Room::new(1).unwrap();
+        for (slice_bytes, most) in [(64u64 << 10, 16), (1 << 30, PACKED_PIECES)] {
+            let mut s = Scheduler::new(64 << 10);
+            s.add_packed(DeliveryId(1), key(1), room, cursor(1000), slice_bytes);
+            let sent = all(&mut s, |s| s.lent(DeliveryId(1), 0));
+            s.add_unpacking(DeliveryId(1), key(1), room, cursor(1000), slice_bytes);
+            let taken = all(&mut s, |s| s.landed(DeliveryId(1), 0, 0));
+            assert_eq!(sent, taken);
+            assert_eq!((sent.0[0], sent.1.len()), (most, 8000));
+            assert!(sent.0.iter().all(|n| *n <= most), "{:?}", sent.0);
+        }
+    }
+
+    #[test]
+    fn a_push_that_gets_no_slots_moves_from_its_start() {
+        let mut s = Scheduler::new(64 << 10);
+        s.add_packed(DeliveryId(1), key(1), Room::new(1).unwrap(), cursor(2), 64 << 10);
+        let mut out = Vec::new();
+        assert!(s.next_slice(&mut out, |_, _| true).is_none());
+        s.direct(DeliveryId(1));
+        let slice = s.next_slice(&mut out, |_, packed| !packed).unwrap();
+        assert_eq!((slice.slot, out.len()), (None, 16));
+        assert_eq!(s.flushed(slice.id), Some(FlowEnd::Complete { bytes: 16 * 4096, writes: 16 }));
+    }
+
     #[test]
     fn a_sum_that_is_stopped_ends_at_once() {
         let mut s = Scheduler::new(64 << 10);
