@@ -252,6 +252,7 @@ impl World<'_> {
         let Some(end) = end else { return };
         let now = self.time();
         let a = &mut self.agents[i];
+        a.packing.over(id);
         let end = match (end, a.failures.remove(&id)) {
             (DeliveryEnd::Aborted, Some(reason)) => DeliveryEnd::Failed(reason),
             (end, _) => end,

@@ -45,11 +45,13 @@ struct Packed {
 pub(super) struct Packing {
     buffers: Vec<Option<PeerKey>>,
     tickets: BTreeMap<u64, Packed>,
+    /// Of each delivery, the slices that the node has heard of, and what is flushed and comes after one that is not.
+    told: BTreeMap<DeliveryId, (u64, BTreeMap<u64, Packed>)>,
 }
 
 impl Default for Packing {
     fn default() -> Self {
-        Self { buffers: vec![None; ix(u64::from(BUFFERS))], tickets: BTreeMap::new() }
+        Self { buffers: vec![None; ix(u64::from(BUFFERS))], tickets: BTreeMap::new(), told: BTreeMap::new() }
     }
 }
 
@@ -70,6 +72,11 @@ impl Packing {
         self.tickets.retain(|_, p| p.peer != peer);
     }
 
+    /// This delivery has ended.
+    pub(super) fn over(&mut self, id: DeliveryId) {
+        self.told.remove(&id);
+    }
+
     /// The endpoint to this peer is closed: no write reads them any more.
     pub(super) fn free_buffers_of(&mut self, peer: PeerKey) {
         self.buffers.iter_mut().filter(|user| **user == Some(peer)).for_each(|user| *user = None);
@@ -82,11 +89,17 @@ impl Agent {
         u32::try_from(self.geo.regions.len()).unwrap_or(u32::MAX)
     }
 
-    /// If this ticket was of a packed slice, the node hears of it.
+    /// If this ticket was of a packed slice, the node hears of it: in order, as flushes of one endpoint come back over UCX.
+    /// Here they are noticed in any.
     pub(super) fn packed(&mut self, now: Time, id: DeliveryId, ticket: u64) {
         let Some(p) = self.packing.tickets.remove(&ticket) else { return };
         self.packing.buffers[p.buffer] = None;
-        self.node.handle_packed(now, id, p.slot, p.bytes, p.number);
+        let (next, early) = self.packing.told.entry(id).or_default();
+        early.insert(p.number, p);
+        while let Some(p) = early.remove(next) {
+            *next += 1;
+            self.node.handle_packed(now, id, p.slot, p.bytes, p.number);
+        }
     }
 }
 
