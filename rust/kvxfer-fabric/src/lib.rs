@@ -134,7 +134,8 @@ pub trait Fabric {
     fn post(&mut self, ep: EpId, batch: &[Piece]) -> Result<(), FabricError>;
 
     /// Asks for a `Flushed` with this ticket once all earlier posts of the endpoint are through. Always followed by
-    /// exactly one `Flushed`, also when the endpoint breaks.
+    /// exactly one `Flushed`, also when the endpoint breaks. Where slices go packed (UCX), those of one endpoint come back in
+    /// the order in which they were asked for.
     ///
     /// # Errors
     /// Unknown endpoint.

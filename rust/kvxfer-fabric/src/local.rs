@@ -88,7 +88,9 @@ impl LocalMemory {
             // SAFETY: `check` says that both ranges lie in regions, which their owners keep mapped for the life of the
             // agent. What is written is a slot or a buffer of ours that nobody else writes now (a slot is unpacked
             // after its one write has landed and before it is lent again), or pages that were granted to the room being
-            // unpacked. `copy` allows for an overlap. A peer that breaks the protocol may write the source meanwhile:
+            // unpacked: the caller's plan is of that grant, and the node gives no page back before its unpacking has ended.
+            // A caller that breaks this loses bytes of the engine's, as any write to registered memory would, but not
+            // memory safety: no reference to a region is made anywhere. `copy` allows for an overlap. A peer that breaks the protocol may write the source meanwhile:
             // no reference to it is ever made, and each value of a byte is valid.
             unsafe {
                 std::ptr::copy(
@@ -111,8 +113,8 @@ impl LocalMemory {
         match (found, usize::try_from(off)) {
             (Some(Local { addr, kind: MemKind::Host, .. }), Ok(off)) => Ok(addr + off),
             _ => Err(FabricError::Unavailable {
-                fabric: "verify",
-                why: format!("region {region} is not host memory; leave verify= out"),
+                fabric: "host memory",
+                why: format!("region {region} is not host memory: leave verify= out, and staging=\"never\""),
             }),
         }
     }

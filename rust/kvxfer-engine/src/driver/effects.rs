@@ -209,13 +209,16 @@ impl Driver {
             self.carriers.disconnect(which, ep);
         }
         self.drop_watch(&mut io);
-        // A fence of its former life must not be taken for one of the next.
+        // A fence of its former life must not be taken for one of the next. What it was to close may still be read from.
+        let closing = self.fences.values().any(|k| *k == key);
         self.fences.retain(|_, k| *k != key);
         self.directory.stale = true;
         self.attempts.remove(&Retry::Connect(key));
         self.tickets.retain(|_, t| t.peer != key);
         self.staging.drop_probe(key);
-        self.staging.free_buffers_of(key);
+        if !closing {
+            self.staging.free_buffers_of(key);
+        }
     }
 
     pub(super) fn fenced(&mut self, now: Time, ticket: u64, result: Result<(), FabricError>) {

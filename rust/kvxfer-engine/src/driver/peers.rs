@@ -403,7 +403,10 @@ impl Driver {
     pub(super) fn completion(&mut self, now: Time, which: Which, key: Option<PeerKey>, c: Completion) {
         match c {
             Completion::Flushed { ticket, result, .. } => self.flushed(now, ticket, result),
-            Completion::Fenced { ticket, result, .. } => self.fenced(now, ticket, result),
+            Completion::Fenced { ep, ticket, result } => {
+                self.staging.free_buffers_at(ep);
+                self.fenced(now, ticket, result);
+            }
             Completion::Connected { ep, info } => {
                 if let Some(key) = key {
                     self.endpoint_up(now, key, which, ep, info);

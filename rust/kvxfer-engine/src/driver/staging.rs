@@ -76,8 +76,8 @@ struct Buffers {
     local: u32,
     /// By which number pieces name it.
     fabric: u32,
-    /// Which peer's write may still read each.
-    users: Vec<Option<PeerKey>>,
+    /// Which peer's write, over which endpoint, may still read each.
+    users: Vec<Option<(PeerKey, EpId)>>,
 }
 
 /// The staging part of the driver.
@@ -168,10 +168,10 @@ impl Packer {
         self.buffers.as_ref().is_some_and(|b| has_share(&b.users, peer))
     }
 
-    fn take_buffer(&mut self, peer: PeerKey) -> Option<usize> {
+    fn take_buffer(&mut self, peer: PeerKey, ep: EpId) -> Option<usize> {
         let users = &mut self.buffers.as_mut()?.users;
         let free = users.iter().position(Option::is_none).filter(|_| has_share(users, peer))?;
-        users[free] = Some(peer);
+        users[free] = Some((peer, ep));
         Some(free)
     }
 
@@ -194,7 +194,16 @@ impl Packer {
 
     /// No write to this peer is in flight any more.
     pub(super) fn free_buffers_of(&mut self, peer: PeerKey) {
-        for user in self.buffers.iter_mut().flat_map(|b| &mut b.users).filter(|u| **u == Some(peer)) {
+        self.free_buffers(|user| user.0 == peer);
+    }
+
+    /// This endpoint is closed, whoever it led to.
+    pub(super) fn free_buffers_at(&mut self, ep: EpId) {
+        self.free_buffers(|user| user.1 == ep);
+    }
+
+    fn free_buffers(&mut self, of: impl Fn((PeerKey, EpId)) -> bool) {
+        for user in self.buffers.iter_mut().flat_map(|b| &mut b.users).filter(|u| u.is_some_and(&of)) {
             *user = None;
         }
     }
@@ -215,9 +224,9 @@ impl Packer {
 
 /// Whether a peer may have one more buffer: nobody has more than are left for the others, so that receivers that stall
 /// leave some.
-fn has_share(users: &[Option<PeerKey>], peer: PeerKey) -> bool {
-    let count = |of| users.iter().filter(|u| **u == of).count();
-    count(Some(peer)) < count(None)
+fn has_share(users: &[Option<(PeerKey, EpId)>], peer: PeerKey) -> bool {
+    let free = users.iter().filter(|u| u.is_none()).count();
+    users.iter().flatten().filter(|u| u.0 == peer).count() < free
 }
 
 fn ns(d: Duration) -> f64 {
@@ -611,7 +620,7 @@ impl Driver {
         let lane = self.peers.get(&slice.peer).and_then(|io| io.endpoint.as_ref());
         let lane = lane.and_then(|e| Some((e.which, e.ep, e.lane.as_ref()?)));
         let place = lane.map(|(which, ep, l)| (which, ep, l.region, u64::from(slot) * l.slot_bytes));
-        let buffer = self.staging.take_buffer(slice.peer);
+        let buffer = place.and_then(|(_, ep, ..)| self.staging.take_buffer(slice.peer, ep));
         let buffers = self.staging.buffers.as_ref().map(|b| (b.local, b.fabric));
         let (Some((which, ep, dst_region, dst_off)), Some(buffer), Some((local, fabric))) =
             (place, buffer, buffers)
@@ -754,12 +763,12 @@ mod tests {
     }
 
     /// As many as may be in flight to each, whether they come back or not.
-    fn fill(users: &mut [Option<PeerKey>], peer: PeerKey) -> usize {
+    fn fill(users: &mut [Option<(PeerKey, EpId)>], peer: PeerKey) -> usize {
         let mut taken = 0;
         while has_share(users, peer)
             && let Some(free) = users.iter_mut().find(|u| u.is_none())
         {
-            *free = Some(peer);
+            *free = Some((peer, EpId(1)));
             taken += 1;
         }
         taken
