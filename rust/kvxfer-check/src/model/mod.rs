@@ -8,6 +8,9 @@
 //! piece, its landing, the end of a delivery, a fence's end, the sight of a death and of empty sockets. What a node
 //! orders in answer to one of these is carried out at once.
 //!
+//! **Packed** families go through staging slots (`packed.rs`): a source writes a piece to a slot that it was lent, by a step
+//! of its own, and the destination takes it out by another.
+//!
 //! **Faults** are counted: a cancel of either side, any timer of any process running out, a kill with a successor at the
 //! same address, a cut connection, a stopped process, which is continued later or never. Two things cost nothing:
 //! unread bytes of an old session may be read at any time until its end is, and a posted write may land as late as its
