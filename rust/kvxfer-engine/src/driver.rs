@@ -507,11 +507,19 @@ impl Driver {
         while self.take_orders(now) {}
         self.carry_out(now);
         self.end_sessions();
-        let left = self.node.unreleased();
-        *lock(&self.shared.unreleased) = left;
+        self.leave();
         self.fail_waiting_rooms(now, &Reason::new(ReasonKind::Closed, "the agent was closed"));
         self.publish_stats(now);
         true
+    }
+
+    /// What peers may still use is named to the caller, who keeps it; the staging ring is ours to keep.
+    fn leave(&mut self) {
+        let left = self.node.unreleased();
+        if !left.is_empty() || self.node.gauges().staging_slots > 0 {
+            self.staging.keep_ring();
+        }
+        *lock(&self.shared.unreleased) = left;
     }
 
     /// Nobody may wait for a room of a closed agent.
@@ -525,8 +533,7 @@ impl Driver {
     pub(crate) fn died(&mut self) {
         // First, since the state that has just panicked may do so again; nobody may wait for ever.
         self.fail_waiting_rooms(now(), &panicked());
-        let left = self.node.unreleased();
-        *lock(&self.shared.unreleased) = left;
+        self.leave();
     }
 
     fn stage_changed(&self, room: Room, stage: Stage) {

@@ -16,10 +16,10 @@ mod support;
 
 use kvxfer_engine::{Agent, AgentConfig, FabricChoice, Limits, StartError, Stats};
 use kvxfer_proto::handshake::{Config, Handshake, Outcome};
-use kvxfer_proto::msg::{Describe, Entry, Grant, Lookup, Msg, Owed, Purpose, Role, Verify};
-use kvxfer_proto::wire::{self, Decoder, MAX_FRAME_BYTES};
+use kvxfer_proto::msg::{Entry, Grant, Lookup, Msg, Owed, Purpose, Verify};
+use kvxfer_proto::wire::{self, Decoder};
 use kvxfer_proto::{Incarnation, Reason, ReasonKind, Room, Seq, SessionNo};
-use raw::{Raw, dial, drive, established, lookup, nonce};
+use raw::{Raw, decode_rank, dial, drive, established, lookup, nonce, transfer};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
@@ -72,46 +72,7 @@ fn friend(p: &Party, me: u64, purpose: Purpose) -> Raw<TcpStream> {
 
 /// A decode rank like ours that grants and does nothing else.
 fn granter(p: &Party, me: u64) -> Raw<TcpStream> {
-    let mut stream = dial(p.agent.address());
-    let me = Incarnation(me);
-    let mut h = Handshake::initiator(Config::new(me, nonce(me.0), None), Purpose::Transfer, SessionNo(1));
-    let mut decoder = Decoder::new();
-    let mut buf = [0u8; 4096];
-    let side = side(0, 1);
-    let regions = side.regions(&[PAGES]).unwrap();
-    loop {
-        if h.need_describe().is_some() {
-            h.supply_describe(Describe {
-                name: format!("granter-{me}"),
-                engine: String::new(),
-                dp_rank: 0,
-                role: Role::Decode,
-                mode: "push".to_owned(),
-                groups: side.groups.clone(),
-                shard: side.shard,
-                pages: vec![PAGES],
-                model: String::new(),
-                regions: regions.clone(),
-                fabrics: Vec::new(),
-                received: 0,
-                link_generation: 0,
-                staging: (0, 0),
-                process: Vec::new(),
-            });
-        }
-        while let Some(bytes) = h.poll_frame() {
-            stream.write_all(&bytes).unwrap();
-        }
-        if let Some(outcome) = h.outcome() {
-            assert!(matches!(outcome, Outcome::Established(_)), "{outcome:?}");
-            decoder.set_cap(MAX_FRAME_BYTES);
-            return Raw { stream, decoder, me, session: SessionNo(1) };
-        }
-        let n = stream.read(&mut buf).unwrap();
-        assert!(n > 0, "closed in the handshake");
-        decoder.feed(&buf[..n]);
-        h.handle_input(&mut decoder);
-    }
+    transfer(p.agent.address(), me, || decode_rank(format!("granter-{me}"), &side(0, 1))).0
 }
 
 fn grant(room: u64, pages: usize) -> Msg {

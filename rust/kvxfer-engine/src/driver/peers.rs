@@ -23,6 +23,8 @@ pub(super) struct Endpoint {
     pub(super) which: Which,
     pub(super) ep: EpId,
     pub(super) template: Arc<Template>,
+    /// What the fabric says of it, transports and all.
+    pub(super) info: String,
     /// The peer's staging ring, if we may write to one.
     pub(super) lane: Option<Lane>,
 }
@@ -349,7 +351,7 @@ impl Driver {
             if self.probe_again(now, key) {
                 return;
             }
-            self.attach_with(now, key, String::new(), fresh);
+            self.attach_with(now, key, fresh);
             return;
         }
         io.ring_offer = ring;
@@ -362,16 +364,16 @@ impl Driver {
     }
 
     /// Our endpoint is open: measures what writing to the peer takes if it has a ring, and tells it then.
-    fn attach_with(&mut self, now: Time, key: PeerKey, info: String, ring: Option<Vec<u8>>) {
-        if ring.is_some_and(|ring| self.open_lane(now, key, &ring, &info)) {
+    fn attach_with(&mut self, now: Time, key: PeerKey, ring: Option<Vec<u8>>) {
+        if ring.is_some_and(|ring| self.open_lane(now, key, &ring)) {
             return;
         }
-        self.attached(now, key, info);
+        self.attached(now, key);
     }
 
-    pub(super) fn attached(&mut self, now: Time, key: PeerKey, info: String) {
+    pub(super) fn attached(&mut self, now: Time, key: PeerKey) {
         let endpoint = self.peers.get(&key).and_then(|io| io.endpoint.as_ref());
-        if let Some(which) = endpoint.map(|e| e.which) {
+        if let Some((which, info)) = endpoint.map(|e| (e.which, e.info.clone())) {
             self.answer_attach(key, None, info);
             self.node.handle_attached(now, key, mover(which));
         }
@@ -526,12 +528,13 @@ impl Driver {
         }
         io.attaching = None;
         let Some(theirs) = io.side() else { return };
+        tracing::debug!(fabric = carriers::name(which), %info, "attached");
         let template = match key.direction {
             Direction::WeGrant => Template::new(&theirs, &own),
             Direction::TheyGrant => Template::new(&own, &theirs),
         };
         match template {
-            Ok(t) => io.endpoint = Some(Endpoint { which, ep, template: Arc::new(t), lane: None }),
+            Ok(t) => io.endpoint = Some(Endpoint { which, ep, template: Arc::new(t), info, lane: None }),
             Err(e) => {
                 // The handshake checks that the layouts fit, so this is a bug of ours.
                 let reason = Reason::new(ReasonKind::LayoutMismatch, e.to_string());
@@ -540,13 +543,12 @@ impl Driver {
                 return;
             }
         }
-        tracing::debug!(fabric = carriers::name(which), %info, "attached");
         if key.direction == Direction::WeGrant {
             let ring = self.offer_ring(key);
             self.send_session(key, Msg::Attach(Attach { fabric: carriers::name(which).to_owned(), ring }));
         } else {
             let ring = self.peers.get_mut(&key).and_then(|io| io.ring_offer.take());
-            self.attach_with(now, key, info, ring);
+            self.attach_with(now, key, ring);
         }
     }
 

@@ -1,18 +1,19 @@
-//! Staging: our ring, the buffers that we pack into, and what a connection's writes and copies take.
+//! Staging: our ring, the buffers that we pack into, and which pushes go packed.
 
-use super::peers::Endpoint;
+mod measure;
+
+use self::measure::{Likeness, PROBE_PIECES, PROBE_WAIT, Probe};
 use super::{Driver, PeerKey, Retry};
 use crate::carriers::Which;
 use crate::config::{AgentConfig, Staging, StagingMode};
 use crate::sched::Slice;
-use kvxfer_fabric::{EpId, FabricError, LocalMemory, Piece};
-use kvxfer_proto::msg::{MemKind, Msg};
+use kvxfer_fabric::{EpId, FabricError, Piece, RegionSpan};
+use kvxfer_proto::msg::MemKind;
 use kvxfer_proto::node::{Delivery, DeliveryEnd, DeliveryId, Direction, Unpacking};
 use kvxfer_proto::plan::{Cost, Cursor, Load, ORDER, sample};
 use kvxfer_proto::staging::MAX_SLOTS;
 use kvxfer_proto::{Reason, ReasonKind, Time};
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
 
 /// Buffers to pack into: twice what may be in flight to one peer.
 const BUFFERS: usize = 16;
@@ -20,28 +21,10 @@ const BUFFERS: usize = 16;
 const SCRATCH: usize = 2;
 /// Runs of at least so many bytes are never worth packing: no ring is offered to peers whose pushes have such.
 const LARGE_RUN: u64 = 4096;
-/// Pieces of a probe, and how often each kind is measured; the best counts, since all else is somebody else's work.
-const PROBE_PIECES: usize = 512;
-const PROBE_ROUNDS: u32 = 4;
-/// Parts of them that are timed by themselves.
-const FIRST_PARTS: usize = 16;
 /// Bytes of a slice at most, which is packed or unpacked in one go of the thread.
 const MOST_BYTES: u64 = 16 << 20;
-/// Large writes of a probe.
-const PROBE_LARGE: u64 = 4;
-/// A measurement that takes longer is given up: pushes go as single writes then.
-const PROBE_WAIT: Duration = Duration::from_secs(2);
 /// Kinds of peers whose costs are kept.
 const COSTS: usize = 32;
-
-/// What makes writing to two peers take the same: the transports, the same host or not, the size of runs and of slices.
-#[derive(Clone, PartialEq, Eq, Debug)]
-struct Likeness {
-    transports: String,
-    near: bool,
-    run_bytes: u64,
-    slice_bytes: u64,
-}
 
 /// A slice whose flush has not come back.
 #[derive(Clone, Copy, Debug)]
@@ -68,6 +51,7 @@ struct RingMemory {
     local: u32,
     /// What peers need to reach it.
     offer: Vec<u8>,
+    span: RegionSpan,
 }
 
 /// Buffers that we pack into, and write from.
@@ -108,25 +92,6 @@ pub(super) struct Lane {
     /// Once it is measured.
     cost: Option<Cost>,
     probe: Option<Box<Probe>>,
-}
-
-/// A measurement under way.
-#[derive(Debug)]
-struct Probe {
-    /// For the answer that waits for it.
-    info: String,
-    pieces: Vec<Piece>,
-    /// Bytes of all pieces.
-    bytes: u64,
-    /// What packing them took when they were first read: later they are in a cache, as pages of a push are not.
-    first: Duration,
-    step: u32,
-    started: Instant,
-    trip: Duration,
-    small: Duration,
-    large: Duration,
-    /// Of messages to the peer and back, on the control channel.
-    words: Vec<Duration>,
 }
 
 impl Packer {
@@ -180,6 +145,12 @@ impl Packer {
         self.costs.iter().find(|(known, _)| known == like).map(|(_, cost)| *cost)
     }
 
+    /// Whether a peer of this kind is measured before it is answered. Only one is at a time: side by side they would measure
+    /// each other.
+    fn measures(&self, like: &Likeness) -> bool {
+        self.config.mode == StagingMode::Auto && !self.is_probing() && self.known_cost(like).is_none()
+    }
+
     fn learn_cost(&mut self, like: Likeness, cost: Cost) {
         self.costs.retain(|(known, _)| *known != like);
         self.costs.truncate(COSTS - 1);
@@ -212,6 +183,11 @@ impl Packer {
         self.probes.retain(|_, key| *key != peer);
     }
 
+    /// Peers may still write to the ring: its memory stays for ever, as pages do that were not released.
+    pub(super) fn keep_ring(&mut self) {
+        std::mem::forget(self.ring.take().map(|ring| ring.span));
+    }
+
     pub(super) fn is_probing(&self) -> bool {
         !self.probes.is_empty()
     }
@@ -227,31 +203,6 @@ impl Packer {
 fn has_share(users: &[Option<(PeerKey, EpId)>], peer: PeerKey) -> bool {
     let free = users.iter().filter(|u| u.is_none()).count();
     users.iter().flatten().filter(|u| u.0 == peer).count() < free
-}
-
-fn ns(d: Duration) -> f64 {
-    d.as_secs_f64() * 1e9
-}
-
-#[expect(clippy::cast_precision_loss, reason = "an estimate")]
-fn float(n: u64) -> f64 {
-    n as f64
-}
-
-fn median(times: &mut [Duration]) -> Duration {
-    times.sort_unstable();
-    times.get(times.len() / 2).copied().unwrap_or_default()
-}
-
-/// The best of a few goes.
-fn best(mut go: impl FnMut() -> Result<u64, FabricError>) -> Result<Duration, FabricError> {
-    let mut best = Duration::MAX;
-    for _ in 0..PROBE_ROUNDS {
-        let began = Instant::now();
-        go()?;
-        best = best.min(began.elapsed());
-    }
-    Ok(best)
 }
 
 impl Driver {
@@ -306,7 +257,8 @@ impl Driver {
 
     fn make_ring(&mut self, slot_bytes: u64, slots: u32) -> Result<RingMemory, FabricError> {
         let (region, span) = self.carriers.add_memory(slot_bytes * (u64::from(slots) + 1))?;
-        let ring = RingMemory { local: self.memory.add(&span)?, offer: self.carriers.export_memory(region)? };
+        let (local, offer) = (self.memory.add(&span)?, self.carriers.export_memory(region)?);
+        let ring = RingMemory { local, offer, span };
         self.node
             .handle_ring(slot_bytes, slots)
             .map_err(|e| FabricError::Os { call: "ring", why: e.to_string() })?;
@@ -325,11 +277,11 @@ impl Driver {
 
     /// Prefill's side: the peer has a ring. Begins to measure what writing to it takes; [`Driver::attached`] follows when
     /// that is done. False if nothing of the kind comes.
-    pub(super) fn open_lane(&mut self, now: Time, key: PeerKey, offer: &[u8], info: &str) -> bool {
+    pub(super) fn open_lane(&mut self, now: Time, key: PeerKey, offer: &[u8]) -> bool {
         if self.staging.config.mode == StagingMode::Never {
             return false;
         }
-        match self.make_lane(key, offer, info) {
+        match self.make_lane(key, offer) {
             Ok(opened) => {
                 let measures = opened && self.probe(now, key);
                 if measures {
@@ -344,7 +296,7 @@ impl Driver {
         }
     }
 
-    fn make_lane(&mut self, key: PeerKey, offer: &[u8], info: &str) -> Result<bool, FabricError> {
+    fn make_lane(&mut self, key: PeerKey, offer: &[u8]) -> Result<bool, FabricError> {
         let io = self.peers.get(&key);
         let dims = io.and_then(|io| io.describe.as_ref()).map(|d| d.staging);
         let endpoint = io.and_then(|io| io.endpoint.as_ref()).filter(|e| e.which == Which::Ucx);
@@ -374,208 +326,20 @@ impl Driver {
         if let Some(mut cursor) = self.sample_of(key) {
             cursor.fill(&mut pieces, self.staging.slice_bytes.min(slot_bytes) / 2, PROBE_PIECES);
         }
-        let bytes = pieces.iter().map(|p| p.len).sum();
-        let like = self.likeness(key, info, slot_bytes);
-        let known = self.staging.known_cost(&like);
-        // One measurement at a time: side by side they would measure each other.
-        if known.is_some() || self.staging.config.mode == StagingMode::Always || self.staging.is_probing() {
+        let like = self.likeness(key, slot_bytes);
+        if !self.staging.measures(&like) {
             if let Some(e) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) {
-                e.lane = Some(Lane { region, slot_bytes, slots, like, cost: known, probe: None });
+                let cost = self.staging.known_cost(&like);
+                e.lane = Some(Lane { region, slot_bytes, slots, like, cost, probe: None });
             }
             return Ok(false);
         }
         let first = self.first_pack(&pieces)?;
-        let probe = Probe {
-            info: info.to_owned(),
-            pieces,
-            bytes,
-            first,
-            step: 0,
-            started: Instant::now(),
-            trip: Duration::MAX,
-            small: Duration::MAX,
-            large: Duration::MAX,
-            words: Vec::new(),
-        };
+        let probe = Probe::new(pieces, first);
         if let Some(e) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) {
             e.lane = Some(Lane { region, slot_bytes, slots, like, cost: None, probe: Some(Box::new(probe)) });
         }
         Ok(true)
-    }
-
-    /// What packing these pieces takes while they are in no cache. Each can be read for the first time only once, so that
-    /// parts of them are timed, and the median taken: one at which the thread was not running says nothing.
-    fn first_pack(&self, pieces: &[Piece]) -> Result<Duration, FabricError> {
-        let Some(local) = self.staging.buffers.as_ref().map(|b| b.local) else { return Ok(Duration::ZERO) };
-        let scratch = self.staging.slice_bytes * BUFFERS as u64;
-        // The buffer's own first touch is not what is asked for.
-        let slice = self.staging.slice_bytes;
-        let whole =
-            Piece { src_region: local, src_off: scratch + slice, dst_region: local, dst_off: 0, len: slice };
-        self.memory.pack(&[whole], local, scratch..scratch + slice)?;
-        let size = pieces.len().div_ceil(FIRST_PARTS).max(1);
-        let mut took = Vec::new();
-        for part in pieces.chunks(size) {
-            let began = Instant::now();
-            self.memory.pack(part, local, scratch..scratch + self.staging.slice_bytes)?;
-            took.push(began.elapsed());
-        }
-        let parts = u32::try_from(took.len()).unwrap_or(1);
-        Ok(median(&mut took) * parts)
-    }
-
-    /// The next writes of a measurement, into the part of the ring that is for that. False if there are none.
-    fn probe(&mut self, now: Time, key: PeerKey) -> bool {
-        let Some(buffers) = self.staging.buffers.as_ref().map(|b| b.fabric) else { return false };
-        let slice = self.staging.slice_bytes;
-        let scratch = slice * BUFFERS as u64;
-        let Some(endpoint) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) else {
-            return false;
-        };
-        let Endpoint { which, ep, lane: Some(lane), .. } = endpoint else { return false };
-        let (which, ep): (Which, EpId) = (*which, *ep);
-        let Some(probe) = &mut lane.probe else { return false };
-        let base = u64::from(lane.slots) * lane.slot_bytes;
-        let most = slice.min(lane.slot_bytes);
-        let piece = |src_off, len| Piece {
-            src_region: buffers,
-            src_off,
-            dst_region: lane.region,
-            dst_off: base,
-            len,
-        };
-        let batch: Vec<Piece> = match probe.step / PROBE_ROUNDS {
-            0 => vec![piece(scratch, 8)],
-            1 => {
-                // As far apart as their own length: pages hold other heads between.
-                let mut at = base;
-                let place = |p: &Piece| {
-                    let dst_off = at;
-                    at += 2 * p.len;
-                    Piece { dst_region: lane.region, dst_off, ..*p }
-                };
-                probe.pieces.iter().map(place).collect()
-            }
-            2 => (0..PROBE_LARGE).map(|n| piece(scratch + n % 2 * slice, most)).collect(),
-            3 => Vec::new(),
-            _ => {
-                self.probe_over(now, key);
-                return true;
-            }
-        };
-        probe.started = Instant::now();
-        self.next_ticket += 1;
-        let ticket = self.next_ticket;
-        if batch.is_empty() {
-            self.staging.probes.insert(ticket, key);
-            self.send_session(key, Msg::Ping(ticket));
-            return true;
-        }
-        let posted = self.carriers.post(which, ep, &batch);
-        match posted.and_then(|()| self.carriers.flush(which, ep, ticket)) {
-            Ok(()) => {
-                self.staging.probes.insert(ticket, key);
-            }
-            Err(e) => self.endpoint_broke(now, key, &e),
-        }
-        true
-    }
-
-    /// The peer has answered a ping: ours, or the node's.
-    pub(super) fn ponged(&mut self, now: Time, key: PeerKey, n: u64) {
-        if self.staging.probes.get(&n) == Some(&key) {
-            self.probed(now, n, &Ok(()));
-        }
-    }
-
-    /// A new session asks for what the last one did not live to see: a measurement under way goes on. False if none is.
-    pub(super) fn probe_again(&mut self, now: Time, key: PeerKey) -> bool {
-        let probe = self.peers.get(&key).and_then(|io| io.endpoint.as_ref()?.lane.as_ref()?.probe.as_ref());
-        let Some(step) = probe.map(|p| p.step / PROBE_ROUNDS) else { return false };
-        // The end of a write comes whatever becomes of the session; only a word was lost with it.
-        if step < 3 && self.staging.probes.values().any(|k| *k == key) {
-            return true;
-        }
-        self.staging.drop_probe(key);
-        self.probe(now, key)
-    }
-
-    /// A measurement whose end does not come is given up, and the peer answered without it.
-    pub(super) fn stop_measuring(&mut self, now: Time, key: PeerKey) {
-        let endpoint = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut());
-        let Some(probe) = endpoint.and_then(|e| e.lane.as_mut()?.probe.take()) else { return };
-        tracing::warn!("measuring what writes to a peer take was given up: its pushes go as single writes");
-        self.staging.drop_probe(key);
-        self.attached(now, key, probe.info);
-    }
-
-    /// What peers this one is like.
-    fn likeness(&self, key: PeerKey, transports: &str, slot_bytes: u64) -> Likeness {
-        let run_bytes = self.sample_of(key).map_or(0, |c| Load::of(&c).run_bytes());
-        Likeness {
-            transports: transports.to_owned(),
-            near: self.peers.get(&key).is_some_and(|io| io.near),
-            run_bytes,
-            slice_bytes: self.staging.slice_bytes.min(slot_bytes),
-        }
-    }
-
-    /// A measurement's flush has come back.
-    pub(super) fn probed(&mut self, now: Time, ticket: u64, result: &Result<(), FabricError>) {
-        let Some(key) = self.staging.probes.remove(&ticket) else { return };
-        if let Err(e) = result {
-            self.endpoint_broke(now, key, e);
-            return;
-        }
-        let endpoint = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut());
-        let Some(probe) = endpoint.and_then(|e| e.lane.as_mut()).and_then(|l| l.probe.as_mut()) else {
-            return;
-        };
-        let took = probe.started.elapsed();
-        match probe.step / PROBE_ROUNDS {
-            0 => probe.trip = probe.trip.min(took),
-            1 => probe.small = probe.small.min(took),
-            2 => probe.large = probe.large.min(took),
-            _ => probe.words.push(took),
-        }
-        probe.step += 1;
-        self.probe(now, key);
-    }
-
-    /// Everything about writing is measured: what copying takes, too, and then the peer may be answered.
-    fn probe_over(&mut self, now: Time, key: PeerKey) {
-        let slice = self.staging.slice_bytes;
-        let Some(local) = self.staging.buffers.as_ref().map(|b| b.local) else { return };
-        let endpoint = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut());
-        let Some(lane) = endpoint.and_then(|e| e.lane.as_mut()) else { return };
-        let Some(mut probe) = lane.probe.take() else { return };
-        let most = slice.min(lane.slot_bytes);
-        match copies(&self.memory, &probe.pieces, local, slice) {
-            Ok((pack, unpack, plain)) if !probe.pieces.is_empty() && probe.bytes > 0 => {
-                let (runs, bytes) = (float(probe.pieces.len() as u64), float(probe.bytes));
-                let put_byte_ns = ns(probe.large.saturating_sub(probe.trip)) / float(most * PROBE_LARGE);
-                let byte_ns = ns(plain) / float(slice);
-                let row = |took: Duration, byte_ns: f64| ((ns(took) - bytes * byte_ns) / runs).max(0.0);
-                // Of memory that is in no cache, at either end: a single write has to wait for both.
-                let cold = ns(probe.first.saturating_sub(pack)) / runs;
-                let cost = Cost {
-                    put_ns: row(probe.small.saturating_sub(probe.trip), put_byte_ns) + 2.0 * cold,
-                    put_byte_ns,
-                    pack_row_ns: row(pack, byte_ns) + cold,
-                    pack_byte_ns: byte_ns,
-                    unpack_row_ns: row(unpack, byte_ns) + cold,
-                    unpack_byte_ns: byte_ns,
-                    // Not the best: what wakes a thread, or keeps it from running, is part of it.
-                    trip_ns: ns(median(&mut probe.words)),
-                };
-                tracing::debug!(?cost, "measured");
-                lane.cost = Some(cost);
-                self.staging.learn_cost(lane.like.clone(), cost);
-            }
-            Ok(_) => {}
-            Err(e) => tracing::warn!(error = %e, "what copying takes cannot be measured"),
-        }
-        self.attached(now, key, probe.info);
     }
 
     /// Prefill's side: whether this delivery goes packed, and in slices of how many bytes at most.
@@ -723,36 +487,6 @@ impl Driver {
     }
 }
 
-/// What it takes to pack these pieces, to unpack as many, and to copy a slice as it is: the best of a few goes each.
-fn copies(
-    memory: &LocalMemory,
-    pieces: &[Piece],
-    local: u32,
-    slice: u64,
-) -> Result<(Duration, Duration, Duration), FabricError> {
-    let first = slice * BUFFERS as u64;
-    let scratch = first..first + slice;
-    let pack = best(|| memory.pack(pieces, local, scratch.clone()))?;
-    // Our own pages are not to be written: to the same distances in the buffers.
-    let mut at = scratch.end;
-    let place = |p: &Piece| {
-        let dst_off = at;
-        at += 2 * p.len;
-        Piece { dst_region: local, dst_off, ..*p }
-    };
-    let apart: Vec<Piece> = pieces.iter().map(place).collect();
-    let unpack = best(|| memory.unpack(&apart, local, scratch.clone()))?;
-    let whole = Piece {
-        src_region: local,
-        src_off: scratch.end,
-        dst_region: local,
-        dst_off: scratch.end,
-        len: slice,
-    };
-    let plain = best(|| memory.pack(&[whole], local, scratch.clone()))?;
-    Ok((pack, unpack, plain))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -782,5 +516,83 @@ mod tests {
         assert!(!has_share(&users, key(9)));
         users[0] = None;
         assert!(has_share(&users, key(9)) && !has_share(&users, key(0)), "who has fewest comes first");
+    }
+
+    fn packer(mode: StagingMode) -> Packer {
+        let shard = kvxfer_proto::Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 };
+        let side = kvxfer_proto::Side { groups: Vec::new(), shard };
+        let mut config = AgentConfig::new("prefill", side, Vec::new(), Vec::new());
+        config.staging.mode = mode;
+        Packer::new(&config).unwrap()
+    }
+
+    fn like(transports: &str, run_bytes: u64) -> Likeness {
+        Likeness { transports: transports.to_owned(), near: true, run_bytes, slice_bytes: 1 << 18 }
+    }
+
+    fn cost(put_ns: f64) -> Cost {
+        Cost {
+            put_ns,
+            put_byte_ns: 0.0,
+            pack_row_ns: 0.0,
+            pack_byte_ns: 0.0,
+            unpack_row_ns: 0.0,
+            unpack_byte_ns: 0.0,
+            trip_ns: 0.0,
+        }
+    }
+
+    #[test]
+    fn a_kind_of_peer_is_measured_once_and_one_peer_at_a_time() {
+        let mut p = packer(StagingMode::Auto);
+        let (tcp, posix) = (like("tcp", 256), like("posix", 256));
+        let far = Likeness { near: false, ..like("tcp", 256) };
+        assert!(p.measures(&tcp) && p.measures(&posix));
+        p.probes.insert(1, key(1));
+        assert!(!p.measures(&tcp) && !p.measures(&posix), "while another is");
+        p.drop_probe(key(2));
+        assert!(!p.measures(&posix), "somebody else's end");
+        p.drop_probe(key(1));
+        assert!(p.measures(&tcp), "given up, so nothing is known");
+        p.learn_cost(tcp.clone(), cost(1.0));
+        assert!(!p.measures(&tcp) && p.known_cost(&tcp).is_some());
+        for other in [&posix, &like("tcp", 512), &far] {
+            assert!(p.measures(other) && p.known_cost(other).is_none(), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn what_was_measured_first_is_forgotten_first() {
+        let mut p = packer(StagingMode::Auto);
+        for n in 0..=COSTS as u64 {
+            p.learn_cost(like("tcp", n), cost(1.0));
+        }
+        assert!(p.known_cost(&like("tcp", 0)).is_none() && p.known_cost(&like("tcp", 1)).is_some());
+        p.learn_cost(like("tcp", 1), cost(2.0));
+        assert_eq!((p.costs.len(), p.known_cost(&like("tcp", 1))), (COSTS, Some(cost(2.0))));
+    }
+
+    #[test]
+    fn a_ring_that_peers_may_still_write_outlives_the_agent() {
+        for kept in [true, false] {
+            let backing = kvxfer_fabric::shm::ShmPool::alloc(4096).unwrap();
+            let memory = std::sync::Arc::downgrade(&backing);
+            let span =
+                RegionSpan { addr: backing.addr(), len: 4096, kind: MemKind::Host, backing: Some(backing) };
+            let mut p = packer(StagingMode::Auto);
+            p.ring = Some(RingMemory { local: 0, offer: Vec::new(), span });
+            if kept {
+                p.keep_ring();
+            }
+            drop(p);
+            assert_eq!(memory.upgrade().is_some(), kept);
+        }
+    }
+
+    #[test]
+    fn who_decides_for_itself_measures_nobody() {
+        for mode in [StagingMode::Always, StagingMode::Never] {
+            assert!(!packer(mode).measures(&like("tcp", 256)));
+        }
     }
 }

@@ -2,11 +2,11 @@
 
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
-use crate::support::LIMIT;
+use crate::support::{LIMIT, PAGES};
 use kvxfer_proto::handshake::{Config, Established, Handshake, Outcome};
-use kvxfer_proto::msg::{Entries, Entry, Frame, Lookup, Msg, Purpose};
+use kvxfer_proto::msg::{Describe, Entries, Entry, Frame, Lookup, Msg, Purpose, Role};
 use kvxfer_proto::wire::{self, Decoded, Decoder, MAX_FRAME_BYTES};
-use kvxfer_proto::{Incarnation, SessionNo};
+use kvxfer_proto::{Incarnation, SessionNo, Side};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -113,6 +113,53 @@ pub fn nonce(n: u64) -> [u8; 32] {
     let mut out = [3; 32];
     out[..8].copy_from_slice(&n.to_le_bytes());
     out
+}
+
+/// Begins a session of hand-offs as a decode rank that describes itself so. Returns what the agent says of itself, too.
+pub fn transfer(address: &str, me: u64, mut ours: impl FnMut() -> Describe) -> (Raw<TcpStream>, Describe) {
+    let mut stream = dial(address);
+    let me = Incarnation(me);
+    let mut h = Handshake::initiator(Config::new(me, nonce(me.0), None), Purpose::Transfer, SessionNo(1));
+    let mut decoder = Decoder::new();
+    let mut buf = [0u8; 4096];
+    loop {
+        if h.need_describe().is_some() {
+            h.supply_describe(ours());
+        }
+        while let Some(bytes) = h.poll_frame() {
+            stream.write_all(&bytes).unwrap();
+        }
+        if let Some(outcome) = h.outcome() {
+            let theirs = established(outcome.clone()).describe.unwrap();
+            decoder.set_cap(MAX_FRAME_BYTES);
+            return (Raw { stream, decoder, me, session: SessionNo(1) }, *theirs);
+        }
+        let n = stream.read(&mut buf).unwrap();
+        assert!(n > 0, "closed in the handshake");
+        decoder.feed(&buf[..n]);
+        h.handle_input(&mut decoder);
+    }
+}
+
+/// A decode rank with the whole of such a side, without fabrics and staging.
+pub fn decode_rank(name: String, side: &Side) -> Describe {
+    Describe {
+        name,
+        engine: String::new(),
+        dp_rank: 0,
+        role: Role::Decode,
+        mode: "push".to_owned(),
+        groups: side.groups.clone(),
+        shard: side.shard,
+        pages: vec![PAGES],
+        model: String::new(),
+        regions: side.regions(&[PAGES]).unwrap(),
+        fabrics: Vec::new(),
+        received: 0,
+        link_generation: 0,
+        staging: (0, 0),
+        process: Vec::new(),
+    }
 }
 
 pub fn established(outcome: Outcome) -> Box<Established> {
