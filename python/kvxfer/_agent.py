@@ -67,8 +67,8 @@ class Agent(_kvxfer.Agent):
       most 16 MiB), and one sender has half of the ring at most.
     * `heartbeat`, `suspect_after` and `fence_after` are seconds (1, 5 and 10): how often peers hear from each
       other, when a silent connection is made anew, and when a peer that cannot be reached is fenced.
-      `quarantine_limit` is how many pages may wait for silent peers before the agent takes no new rooms; staging
-      slots that wait (`quarantined_slots` in `stats`) do not count into it: pushes come as single writes then.
+      `quarantine_limit` is how many pages may wait for silent peers before the agent takes no new rooms.
+      Staging slots that wait (`quarantined_slots` in `stats`) do not count: pushes are single writes then.
 
     `_flaw` breaks a rule on purpose, for `kvxfer stress --break`: never set it where bytes matter.
 
