@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -243,6 +243,20 @@ def test_a_plan_has_what_was_asked_for() -> None:
     assert {room.tokens % PAGE_TOKENS == 0 for room in one.rooms} == {True, False}
     assert max(room.pages for room in one.rooms) * LAYOUT.page_bytes(kx.Shard()) * 8 == 4 << 20
     assert {kill.rank.engine for kill in plan(spared=["b"]).kills} == {"a"}
+
+
+def test_a_room_that_ends_by_a_kill_may_be_stamped_just_before_it() -> None:
+    """A turn of decode's thread stamps all that it finds with the time at which it began."""
+    given = plan()
+    one = _stress_run._Run(cast(Any, None), given, {}, cast(Any, None))
+    rank = given.kills[0].rank
+    room = next(room for room in given.rooms if room.engine == rank.engine)
+    one.kills = [_stress_run._Done(rank, 5e6, 1)]
+    for failed_us, expected in [(6e6, True), (5e6 - 141, True), (1e6, False)]:
+        failed = {"error": "PeerLost", "index": room.index, "failed_us": failed_us, "cut_off": {rank.name: 1}}
+        one.ended = [failed]
+        assert one._is_expected(failed) is expected
+        assert bool(one._lost(0)) is expected
 
 
 @pytest.fixture

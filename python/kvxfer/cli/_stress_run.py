@@ -24,6 +24,9 @@ _STEP_S = 60.0
 # A room ends within milliseconds, over UCX a second after a death; a run in which none does for so long
 # stands still, and what has not ended then counts as unended.
 _STALL_S = 15.0
+# A room's end is stamped with the time at which that turn of decode's thread began, which may be before the
+# kill that the same turn noticed; on a busy machine a turn can stand still for long.
+_TURN_US = 1e6
 _TICK_S = 0.1
 # What writes over TCP unless the user names transports; the other engine has kvxfer's choice of them.
 _TCP_ENGINE, _TCP = "b", "tcp,self"
@@ -258,8 +261,9 @@ class _Run:
         room = self.plan.rooms[failed["index"]]
         if failed["error"] == "Cancelled":
             return room.cancel is not None
+        latest_us = failed["failed_us"] + _TURN_US
         killed = (k for k in self.kills if k.rank.engine == room.engine)
-        return failed["error"] == "PeerLost" and any(k.at_us <= failed["failed_us"] for k in killed)
+        return failed["error"] == "PeerLost" and any(k.at_us <= latest_us for k in killed)
 
     def _lost(self, number: int) -> list[Message]:
         """Rooms that failed because of a kill, with something of the victim's in their pages."""
@@ -271,7 +275,8 @@ class _Run:
             for one in self.ended
             if one["error"] == "PeerLost"
             and kill.rank.name in one["cut_off"]
-            and kill.at_us <= one["failed_us"] < until_us
+            and kill.at_us <= one["failed_us"] + _TURN_US
+            and one["failed_us"] < until_us
         ]
 
 

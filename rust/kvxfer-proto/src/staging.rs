@@ -456,17 +456,18 @@ impl Credits {
         self.end(room, slot, Credit::Held(room, seq)).map(|_| ())
     }
 
-    /// A slot goes back to the receiver, written or not: nothing of ours is in flight to it.
+    /// A slot goes back to the receiver, written or not: nothing of ours is in flight to it. Returns the grant for which it
+    /// was lent.
     ///
     /// # Errors
     /// When it is not ours for this room.
-    pub fn release(&mut self, room: Room, slot: u32) -> Result<(), StagingError> {
+    pub fn release(&mut self, room: Room, slot: u32) -> Result<Seq, StagingError> {
         let ring = self.slots.len();
         let s = self.slots.get_mut(slot as usize).ok_or(no_such(slot, 1, ring))?;
         match *s {
-            Credit::Held(r, _) | Credit::Writing(r, _) | Credit::Stopping(r, _) if r == room => {
+            Credit::Held(r, seq) | Credit::Writing(r, seq) | Credit::Stopping(r, seq) if r == room => {
                 *s = Credit::None;
-                Ok(())
+                Ok(seq)
             }
             _ => Err(StagingError::WrongSlot { slot, is: "not ours", wanted: "given back", room }),
         }

@@ -1,7 +1,7 @@
 //! Staging slots within a node: who waits for ours, and what we hold of others'.
 
 use super::{DeliveryId, Node, PeerKey};
-use crate::ids::{PushId, Room, Seq, Time};
+use crate::ids::{PushId, Room, Time};
 use crate::msg::{Credit, Msg};
 use crate::staging::{Credits, Lease, Slot, Slots, StagingError};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -25,10 +25,8 @@ pub(super) struct Ring {
 }
 
 /// A delivery of ours that goes packed.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub(super) struct Packing {
-    /// The grant for which they are lent.
-    pub(super) seq: Seq,
     /// Slots of the peer's ring that are ours for it.
     pub(super) slots: BTreeSet<u32>,
 }
@@ -260,7 +258,7 @@ impl Node {
     }
 
     /// A sender has said its last word on a room: whatever it was lent for it is free.
-    pub(super) fn slots_drained(&mut self, now: Time, key: PeerKey, room: Room, upto: Seq) {
+    pub(super) fn slots_drained(&mut self, now: Time, key: PeerKey, room: Room, upto: crate::ids::Seq) {
         if let Some(ring) = &mut self.ring {
             ring.stop_wanting(room, key, None);
             if ring.slots.drained(key, room, upto) > 0 {
@@ -299,7 +297,7 @@ impl Node {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::Incarnation;
+    use crate::ids::{Incarnation, Seq};
     use crate::node::Direction;
 
     fn lease(peer: u64, room: u64) -> Lease {

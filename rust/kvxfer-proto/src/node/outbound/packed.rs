@@ -2,13 +2,12 @@
 
 use super::Part;
 use crate::error::{Reason, ReasonKind};
-use crate::ids::{PushId, Room, Seq, Time};
+use crate::ids::{PushId, Room, Time};
 use crate::msg::{Credit, Msg, Owed, Pack, Packed};
 use crate::node::coverage::intersect;
 use crate::node::ring::Packing;
 use crate::node::types::{DeliveryId, Flaw};
 use crate::node::{Action, DeliveryFor, Node, PeerKey};
-use std::collections::BTreeSet;
 
 impl Node {
     /// The driver will carry out a delivery packed, in so many slices: the destination is told, and asked for slots.
@@ -41,7 +40,7 @@ impl Node {
         // It reads our bytes out of its slots: what replaces this push, if it is taken back, waits for its word.
         dest.unread.insert(push);
         let seq = dest.seq;
-        self.packing.insert(id, Packing { seq, slots: BTreeSet::new() });
+        self.packing.insert(id, Packing::default());
         let pack = Pack { room, seq, push, span, pages_start, pages, pages_end, bytes, slice_bytes, slots };
         self.queue(now, key, Msg::Pack(pack));
         true
@@ -128,39 +127,41 @@ impl Node {
     /// A slice was written to a slot, and is there. Slices are numbered from zero, and named here in that order.
     pub fn handle_packed(&mut self, now: Time, id: DeliveryId, slot: u32, bytes: u64, slice: u64) {
         let Some(DeliveryFor::Outbound(room, key, push)) = self.deliveries.get(&id).copied() else { return };
-        let Some(packing) = self.packing.get_mut(&id).filter(|p| p.slots.contains(&slot)) else { return };
-        packing.slots.remove(&slot);
-        let seq = packing.seq;
-        self.give_back(now, (room, key, push), (seq, slot), Some((id, bytes, slice)));
+        if !self.packing.get_mut(&id).is_some_and(|p| p.slots.remove(&slot)) {
+            return;
+        }
+        self.give_back(now, (room, key, push), slot, Some((id, bytes, slice)));
     }
 
     /// A delivery that went packed has ended: slots that it did not use go back.
     pub(in crate::node) fn packing_over(&mut self, now: Time, id: DeliveryId, of: (Room, PeerKey, PushId)) {
         let Some(packing) = self.packing.remove(&id) else { return };
         for slot in packing.slots {
-            self.give_back(now, of, (packing.seq, slot), None);
+            self.give_back(now, of, slot, None);
         }
     }
 
-    /// A slot is the destination's again. It is told, unless the room has failed here or that grant is over: then the drain
-    /// answers for it.
+    /// A slot is the destination's again. It is told, unless the room has failed here or the slot was lent for a grant that is
+    /// over: then the drain answers for it.
     fn give_back(
         &mut self,
         now: Time,
         (room, key, push): (Room, PeerKey, PushId),
-        (seq, slot): (Seq, u32),
+        slot: u32,
         filled: Option<(DeliveryId, u64, u64)>,
     ) {
-        if let Some(credits) = self.peers.get_mut(&key).and_then(|p| p.credits.as_mut()) {
-            // Ours until now, by what the caller holds.
-            let _ = credits.release(room, slot);
-        }
+        // Ours until now, by what the caller holds.
+        let credits = self.peers.get_mut(&key).and_then(|p| p.credits.as_mut());
+        let lent_for = credits.and_then(|c| c.release(room, slot).ok());
         let Some(r) = self.outbound.get_mut(&room).filter(|r| r.failure.is_none()) else { return };
         r.progress.touch(now);
-        let Some(dest) = r.dests.get(&key).filter(|d| d.seq == seq) else { return };
+        let Some(dest) = r.dests.get(&key).filter(|d| lent_for.is_none_or(|seq| seq == d.seq)) else {
+            return;
+        };
         // Of a push that is being taken back nothing counts.
         let stands = filled.filter(|(id, ..)| dest.parts.get(&push) == Some(&Part::Writing(*id)));
         let (bytes, slice) = stands.map_or((0, 0), |(_, bytes, slice)| (bytes, slice));
+        let seq = dest.seq;
         self.queue(now, key, Msg::Packed(Packed { room, seq, push, slot, bytes, slice }));
     }
 }
