@@ -133,6 +133,9 @@ fn check_ring(slot_bytes: u64, count: u32) -> Result<(), StagingError> {
 pub struct Slots {
     slot_bytes: u64,
     slots: Vec<Slot>,
+    /// How many each sender has, or had: all that are not free. No sender has none.
+    held: BTreeMap<PeerKey, u32>,
+    free: u32,
     flaw: Option<Flaw>,
 }
 
@@ -152,7 +155,13 @@ impl Slots {
     /// When there are none, too many, or their bytes overflow.
     pub fn new(slot_bytes: u64, count: u32, flaw: Option<Flaw>) -> Result<Self, StagingError> {
         check_ring(slot_bytes, count)?;
-        Ok(Self { slot_bytes, slots: vec![Slot::Free; count as usize], flaw })
+        Ok(Self {
+            slot_bytes,
+            slots: vec![Slot::Free; count as usize],
+            held: BTreeMap::new(),
+            free: count,
+            flaw,
+        })
     }
 
     /// Bytes of a slot.
@@ -177,7 +186,7 @@ impl Slots {
     /// Slots that can be lent.
     #[must_use]
     pub fn free(&self) -> u32 {
-        self.count(|s| matches!(s, Slot::Free))
+        self.free
     }
 
     /// Slots that wait for a sender's answer, a fence or a death.
@@ -194,19 +203,46 @@ impl Slots {
 
     /// Slots that each sender has, or had: everything that is not free because of it.
     #[must_use]
-    pub fn held_by_peer(&self) -> BTreeMap<PeerKey, u32> {
-        let mut held = BTreeMap::new();
-        for lease in self.slots.iter().filter_map(Slot::lease) {
-            let n: &mut u32 = held.entry(lease.peer).or_default();
-            *n = n.saturating_add(1);
-        }
-        held
+    pub fn held_by_peer(&self) -> &BTreeMap<PeerKey, u32> {
+        &self.held
     }
 
-    /// Slots that were lent for this and not used yet.
+    /// The same of one sender.
     #[must_use]
-    pub fn lent(&self, lease: Lease) -> u32 {
-        self.count(|s| *s == Slot::Lent(lease))
+    pub fn held(&self, peer: PeerKey) -> u32 {
+        self.held.get(&peer).copied().unwrap_or(0)
+    }
+
+    /// Every change of a slot, so that what is counted is true.
+    fn set(&mut self, slot: usize, to: Slot) {
+        let Some(s) = self.slots.get_mut(slot) else { return };
+        let (was, is) = (s.lease().map(|l| l.peer), to.lease().map(|l| l.peer));
+        *s = to;
+        if was == is {
+            return;
+        }
+        match was {
+            None => self.free = self.free.saturating_sub(1),
+            Some(peer) => {
+                if let Some(n) = self.held.get_mut(&peer) {
+                    *n = n.saturating_sub(1);
+                    if *n == 0 {
+                        self.held.remove(&peer);
+                    }
+                }
+            }
+        }
+        match is {
+            None => self.free = self.free.saturating_add(1),
+            Some(peer) => {
+                let n = self.held.entry(peer).or_default();
+                *n = n.saturating_add(1);
+            }
+        }
+    }
+
+    fn at(&self, slot: u32) -> Result<Slot, StagingError> {
+        self.slots.get(slot as usize).copied().ok_or(no_such(slot, 1, self.slots.len()))
     }
 
     /// Whether this sender may still write to any slot.
@@ -224,9 +260,17 @@ impl Slots {
     /// is in use.
     pub fn lend(&mut self, lease: Lease, want: u32) -> Vec<(u32, u32)> {
         let mut runs: Vec<(u32, u32)> = Vec::new();
-        let free = self.slots.iter_mut().zip(0u32..).filter(|(s, _)| matches!(s, Slot::Free));
-        for (slot, n) in free.take(want as usize) {
-            *slot = Slot::Lent(lease);
+        let all = u32::try_from(self.slots.len()).unwrap_or(MAX_SLOTS);
+        let mut left = want.min(self.free);
+        for n in 0..all {
+            if left == 0 {
+                break;
+            }
+            if self.slots.get(n as usize) != Some(&Slot::Free) {
+                continue;
+            }
+            self.set(n as usize, Slot::Lent(lease));
+            left -= 1;
             match runs.last_mut() {
                 Some((first, count)) if first.checked_add(*count) == Some(n) => *count += 1,
                 _ => runs.push((n, 1)),
@@ -240,22 +284,20 @@ impl Slots {
     /// # Errors
     /// When the slot was not lent for this, or cannot hold so much. Nothing has changed then.
     pub fn landed(&mut self, lease: Lease, slot: u32, bytes: u64) -> Result<Landing, StagingError> {
-        let ring = self.slots.len();
         let slot_bytes = self.slot_bytes;
-        let s = self.slots.get_mut(slot as usize).ok_or(no_such(slot, 1, ring))?;
-        match s {
-            Slot::Lent(l) if *l == lease => {
+        match self.at(slot)? {
+            Slot::Lent(l) if l == lease => {
                 if bytes > slot_bytes {
                     return Err(StagingError::TooLong { bytes, slot_bytes });
                 }
-                *s = Slot::Landed(lease, bytes);
+                self.set(slot as usize, Slot::Landed(lease, bytes));
                 Ok(Landing::Unpack)
             }
-            Slot::Quarantined(l) if *l == lease => {
-                *s = Slot::Free;
+            Slot::Quarantined(l) if l == lease => {
+                self.set(slot as usize, Slot::Free);
                 Ok(Landing::Void)
             }
-            _ => Err(StagingError::WrongSlot { slot, is: s.name(), wanted: "filled", room: lease.room }),
+            s => Err(StagingError::WrongSlot { slot, is: s.name(), wanted: "filled", room: lease.room }),
         }
     }
 
@@ -264,14 +306,12 @@ impl Slots {
     /// # Errors
     /// When the slot was not lent for this. Nothing has changed then.
     pub fn returned(&mut self, lease: Lease, slot: u32) -> Result<(), StagingError> {
-        let ring = self.slots.len();
-        let s = self.slots.get_mut(slot as usize).ok_or(no_such(slot, 1, ring))?;
-        match s {
-            Slot::Lent(l) | Slot::Quarantined(l) if *l == lease => {
-                *s = Slot::Free;
+        match self.at(slot)? {
+            Slot::Lent(l) | Slot::Quarantined(l) if l == lease => {
+                self.set(slot as usize, Slot::Free);
                 Ok(())
             }
-            _ => Err(StagingError::WrongSlot { slot, is: s.name(), wanted: "given back", room: lease.room }),
+            s => Err(StagingError::WrongSlot { slot, is: s.name(), wanted: "given back", room: lease.room }),
         }
     }
 
@@ -280,14 +320,12 @@ impl Slots {
     /// # Errors
     /// When nothing has landed in it for this lease.
     pub fn unpack(&mut self, lease: Lease, slot: u32) -> Result<u64, StagingError> {
-        let ring = self.slots.len();
-        let s = self.slots.get_mut(slot as usize).ok_or(no_such(slot, 1, ring))?;
-        match *s {
+        match self.at(slot)? {
             Slot::Landed(l, bytes) if l == lease => {
-                *s = Slot::Unpacking(l);
+                self.set(slot as usize, Slot::Unpacking(l));
                 Ok(bytes)
             }
-            _ => Err(StagingError::WrongSlot { slot, is: s.name(), wanted: "unpacked", room: lease.room }),
+            s => Err(StagingError::WrongSlot { slot, is: s.name(), wanted: "unpacked", room: lease.room }),
         }
     }
 
@@ -297,28 +335,25 @@ impl Slots {
     /// # Errors
     /// When we were not.
     pub fn unpacked(&mut self, lease: Lease, slot: u32) -> Result<bool, StagingError> {
-        let ring = self.slots.len();
-        let s = self.slots.get_mut(slot as usize).ok_or(no_such(slot, 1, ring))?;
-        match *s {
-            Slot::Unpacking(l) | Slot::Stopping(l) if l == lease => {
-                let counts = matches!(s, Slot::Unpacking(_));
-                *s = Slot::Free;
-                Ok(counts)
+        match self.at(slot)? {
+            s @ (Slot::Unpacking(l) | Slot::Stopping(l)) if l == lease => {
+                self.set(slot as usize, Slot::Free);
+                Ok(matches!(s, Slot::Unpacking(_)))
             }
-            _ => Err(StagingError::WrongSlot { slot, is: s.name(), wanted: "emptied", room: lease.room }),
+            s => Err(StagingError::WrongSlot { slot, is: s.name(), wanted: "emptied", room: lease.room }),
         }
     }
 
     /// A room fails. What has landed for it is free; what may still be written waits.
     pub fn fail(&mut self, room: Room) {
         let early = self.flaw == Some(Flaw::StagingSlotFreedEarly);
-        for s in &mut self.slots {
-            match *s {
+        for n in 0..self.slots.len() {
+            match self.slots[n] {
                 Slot::Lent(l) if l.room == room => {
-                    *s = if early { Slot::Free } else { Slot::Quarantined(l) };
+                    self.set(n, if early { Slot::Free } else { Slot::Quarantined(l) });
                 }
-                Slot::Landed(l, _) if l.room == room => *s = Slot::Free,
-                Slot::Unpacking(l) if l.room == room => *s = Slot::Stopping(l),
+                Slot::Landed(l, _) if l.room == room => self.set(n, Slot::Free),
+                Slot::Unpacking(l) if l.room == room => self.set(n, Slot::Stopping(l)),
                 _ => {}
             }
         }
@@ -335,7 +370,7 @@ impl Slots {
         self.release(|l| l.peer == peer)
     }
 
-    /// For checkers: whose each slot is that is not free.
+    /// For checkers, to number grants anew: whose each slot is that is not free. Its peer stays.
     pub(crate) fn leases_mut(&mut self) -> impl Iterator<Item = &mut Lease> {
         self.slots.iter_mut().filter_map(|s| match s {
             Slot::Free => None,
@@ -349,11 +384,11 @@ impl Slots {
 
     fn release(&mut self, of: impl Fn(&Lease) -> bool) -> u32 {
         let mut freed = 0;
-        for s in &mut self.slots {
-            if let Slot::Lent(l) | Slot::Quarantined(l) = s
-                && of(l)
+        for n in 0..self.slots.len() {
+            if let Slot::Lent(l) | Slot::Quarantined(l) = self.slots[n]
+                && of(&l)
             {
-                *s = Slot::Free;
+                self.set(n, Slot::Free);
                 freed += 1;
             }
         }
@@ -685,6 +720,12 @@ mod tests {
                     }
                     _ => {}
                 }
+                let held = |key| ring.slots().iter().filter(|s| s.lease().is_some_and(|l| l.peer == key)).count();
+                for key in [lease(0, 0, 0).peer, lease(1, 0, 0).peer] {
+                    prop_assert_eq!(ring.held(key) as usize, held(key));
+                }
+                let free = ring.slots().iter().filter(|s| **s == Slot::Free).count();
+                prop_assert_eq!(ring.free() as usize, free);
                 for (p, c) in credits.iter().enumerate() {
                     for (s, owner) in c.slots.iter().zip(ring.slots()) {
                         if let Credit::Held(r, _) | Credit::Writing(r, _) | Credit::Stopping(r, _) = s {

@@ -227,6 +227,45 @@ fn slots_keep_coming_for_slices_that_are_not_full() {
 }
 
 #[test]
+fn pushes_of_one_room_that_need_more_slots_than_they_asked_for_all_get_them() {
+    for order in [[7, 8], [8, 7]] {
+        let (mut s, k) = {
+            let mut s = Solo::decode(&[10]);
+            let k = s.source_up(10, Mover::Sender);
+            s.order(|n, _| n.handle_ring(SLOT, 4).unwrap());
+            (s, k)
+        };
+        // Eight slices of 4 bytes each: a slot holds 32, so one slot is asked for.
+        for (push, tokens) in [(7, (0, 2)), (8, (2, 4))] {
+            let span = owed(tokens);
+            let pack = Pack { push: PushId(push), span, bytes: BYTES / 2, pages_start: tokens.0, ..pack(1) };
+            s.recv(k, Msg::Pack(pack)).unwrap();
+        }
+        let mut seen = 0;
+        let mut free: Vec<(u64, u32)> = Vec::new();
+        let mut slices = std::collections::BTreeMap::from([(7, 0u64), (8, 0)]);
+        while slices.values().any(|n| *n < 8) {
+            for msg in told(&s, "Credit").split_off(seen) {
+                let Msg::Credit(c) = msg else { panic!("{msg:?}") };
+                free.extend((c.slots.0..c.slots.0 + c.slots.1).map(|slot| (c.push.0, slot)));
+                seen += 1;
+            }
+            // One push is always the faster one.
+            let next = order.iter().find_map(|push| free.iter().position(|(p, _)| p == push));
+            let (push, slot) = free.remove(next.expect("a push waits for ever for its slot"));
+            let slice = slices[&push];
+            *slices.get_mut(&push).unwrap() += 1;
+            let msg = Packed { room: room(99), seq: Seq(1), push: PushId(push), slot, bytes: 4, slice };
+            s.recv(k, Msg::Packed(msg)).unwrap();
+            let id = s.unpackings.iter().find(|u| u.delivery.push == PushId(push)).unwrap().delivery.id;
+            s.order(|n, now| n.handle_unpacked(now, id, slot));
+        }
+        assert_eq!(failure(&s, 99), None);
+        assert!(slots_taken(&s).0 <= 1, "none is lent for slices that do not come");
+    }
+}
+
+#[test]
 fn a_fence_frees_the_slots_of_its_peer() {
     let (mut s, k) = decode();
     s.recv(k, packed(0, SLOT, 0)).unwrap();

@@ -157,7 +157,7 @@ impl Node {
         let held = self.outbound.values().filter_map(move |r| r.seqs_of(key)).flatten();
         let credits = self.peers.get(&key).and_then(|p| p.credits.as_ref());
         let lent = credits.into_iter().flat_map(Credits::seqs);
-        let slots = self.ring.iter().flat_map(move |r| r.leases_of(key)).map(|l| l.seq);
+        let slots = self.ring.iter().flat_map(move |r| r.seqs_lent(key));
         self.seqs_granted(key).chain(said).chain(held).chain(lent).chain(slots)
     }
 
@@ -176,7 +176,7 @@ impl Node {
             peer.link.pending_mut().filter_map(Msg::seq_mut).for_each(lower);
             peer.credits.iter_mut().flat_map(Credits::seqs_mut).for_each(lower);
         }
-        self.ring.iter_mut().flat_map(|r| r.leases_of_mut(key)).for_each(|l| lower(&mut l.seq));
+        self.ring.iter_mut().for_each(|r| r.renumber_seqs(key, lower));
         for r in self.outbound.values_mut() {
             r.renumber_seqs(key, off);
         }

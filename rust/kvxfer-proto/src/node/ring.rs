@@ -5,21 +5,35 @@ use crate::ids::{PushId, Room, Time};
 use crate::msg::{Credit, Msg};
 use crate::staging::{Credits, Lease, Slot, Slots, StagingError};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Bound::{Excluded, Unbounded};
 
-/// A push that wants slots of ours.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
-struct Want {
-    lease: Lease,
-    push: PushId,
-    left: u32,
+/// What a sender wants slots of ours for.
+type Want = (Room, Seq, PushId);
+
+/// What one sender wants.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+struct Wants {
+    /// Slots still to be lent, for each push that waits.
+    left: BTreeMap<Want, u32>,
+    /// The push that had its turn last.
+    last: Option<Want>,
+}
+
+impl Wants {
+    /// Whose turn is next, and how many it waits for.
+    fn next(&self) -> Option<(Want, u32)> {
+        let later = self.last.and_then(|last| self.left.range((Excluded(last), Unbounded)).next());
+        later.or_else(|| self.left.first_key_value()).map(|(want, left)| (*want, *left))
+    }
 }
 
 /// Our staging slots.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Ring {
     slots: Slots,
-    /// In turn.
-    wants: VecDeque<Want>,
+    wants: BTreeMap<PeerKey, Wants>,
+    /// The senders that want any, whose turn it is first.
+    turns: VecDeque<PeerKey>,
     /// Slots out of which the driver copies, or will.
     unpacking: BTreeMap<DeliveryId, BTreeSet<u32>>,
 }
@@ -49,57 +63,65 @@ impl Ring {
         all.saturating_sub(self.slots.free())
     }
 
+    fn new(slots: Slots) -> Self {
+        Self { slots, wants: BTreeMap::new(), turns: VecDeque::new(), unpacking: BTreeMap::new() }
+    }
+
     pub(super) fn want(&mut self, lease: Lease, push: PushId, slots: u32) {
         if slots == 0 {
             return;
         }
-        match self.wants.iter_mut().find(|w| w.lease == lease && w.push == push) {
-            Some(w) => w.left = w.left.saturating_add(slots),
-            None => self.wants.push_back(Want { lease, push, left: slots }),
+        let wants = self.wants.entry(lease.peer).or_default();
+        if wants.left.is_empty() {
+            self.turns.push_back(lease.peer);
         }
+        let left = wants.left.entry((lease.room, lease.seq, push)).or_default();
+        *left = left.saturating_add(slots);
     }
 
     /// Slots that this push still waits for.
     pub(super) fn wanted(&self, lease: Lease, push: PushId) -> u32 {
-        let of = |w: &&Want| w.lease == lease && w.push == push;
-        self.wants.iter().find(of).map_or(0, |w| w.left)
+        let wants = self.wants.get(&lease.peer);
+        wants.and_then(|w| w.left.get(&(lease.room, lease.seq, push))).copied().unwrap_or(0)
     }
 
-    /// Slots that the sender may write for this grant now.
-    pub(super) fn lent(&self, lease: Lease) -> u32 {
-        self.slots.lent(lease)
-    }
-
-    /// Lends what is free, to each push in its turn. No sender gets more slots than are left for the others: one that
-    /// stops, and whose slots stay in quarantine, leaves half of the ring to them.
+    /// Lends what is free, to each sender in its turn, and of its pushes to each in turn. No sender gets more slots than
+    /// are left for the others: one that stops, and whose slots stay in quarantine, leaves half of the ring to them.
     fn lend(&mut self) -> Vec<(Lease, PushId, (u32, u32))> {
         let mut out = Vec::new();
-        // Nearly always: rooms wait because the ring is in use.
-        let mut free = self.slots.free();
-        if free == 0 || self.wants.is_empty() {
-            return out;
-        }
-        let mut held = self.slots.held_by_peer();
         let mut passed = 0;
-        while passed < self.wants.len() && free > 0 {
-            let Some(mut want) = self.wants.pop_front() else { break };
-            let held = held.entry(want.lease.peer).or_default();
-            let may = free.saturating_sub(*held).div_ceil(2).min(want.left);
-            // At most as many as each of the others could have too.
-            let turns = u32::try_from(self.wants.len()).unwrap_or(u32::MAX).saturating_add(1);
-            let may = may.min(free.div_ceil(turns));
+        while passed < self.turns.len() && self.slots.free() > 0 {
+            let peers = self.turns.len();
+            let Some(peer) = self.turns.pop_front() else { break };
+            let Some(wants) = self.wants.get_mut(&peer) else { continue };
+            let free = self.slots.free();
+            // At most as many as each of the others could have too, and of these as many as each of its pushes.
+            let may = free.saturating_sub(self.slots.held(peer)).div_ceil(2);
+            let may = may.min(free.div_ceil(u32::try_from(peers).unwrap_or(u32::MAX)));
+            let may = may.div_ceil(u32::try_from(wants.left.len()).unwrap_or(u32::MAX).max(1));
             passed += 1;
-            if may > 0 {
-                for run in self.slots.lend(want.lease, may) {
-                    want.left = want.left.saturating_sub(run.1);
-                    free = free.saturating_sub(run.1);
-                    *held = held.saturating_add(run.1);
-                    out.push((want.lease, want.push, run));
-                    passed = 0;
+            if may > 0
+                && let Some((want, left)) = wants.next()
+            {
+                let (room, seq, push) = want;
+                let lease = Lease { peer, room, seq };
+                let mut got = 0u32;
+                for run in self.slots.lend(lease, may.min(left)) {
+                    got = got.saturating_add(run.1);
+                    out.push((lease, push, run));
                 }
+                wants.last = Some(want);
+                if got >= left {
+                    wants.left.remove(&want);
+                } else {
+                    wants.left.insert(want, left - got);
+                }
+                passed = 0;
             }
-            if want.left > 0 {
-                self.wants.push_back(want);
+            if wants.left.is_empty() {
+                self.wants.remove(&peer);
+            } else {
+                self.turns.push_back(peer);
             }
         }
         out
@@ -110,7 +132,14 @@ impl Ring {
         if self.wants.is_empty() || self.slots.slots().iter().any(|s| !matches!(s, Slot::Quarantined(_))) {
             return Vec::new();
         }
-        self.wants.iter().map(|w| (w.lease, w.push)).collect()
+        let of = |(peer, w): (&PeerKey, &Wants)| {
+            let peer = *peer;
+            w.left
+                .keys()
+                .map(move |(room, seq, push)| (Lease { peer, room: *room, seq: *seq }, *push))
+                .collect::<Vec<_>>()
+        };
+        self.wants.iter().flat_map(of).collect()
     }
 
     /// The driver has this slot in hand from now on.
@@ -140,22 +169,42 @@ impl Ring {
         }
     }
 
-    /// For checkers: whatever is, or is to be, lent to this peer.
-    pub(super) fn leases_of(&self, key: PeerKey) -> impl Iterator<Item = Lease> {
-        let lent = self.slots.slots().iter().filter_map(Slot::lease);
-        lent.chain(self.wants.iter().map(|w| w.lease)).filter(move |l| l.peer == key)
+    /// For checkers: the grants for which anything is, or is to be, lent to this peer.
+    pub(super) fn seqs_lent(&self, key: PeerKey) -> impl Iterator<Item = Seq> {
+        let lent =
+            self.slots.slots().iter().filter_map(Slot::lease).filter(move |l| l.peer == key).map(|l| l.seq);
+        let wants = self.wants.get(&key).into_iter();
+        lent.chain(wants.flat_map(|w| w.left.keys().chain(&w.last)).map(|(_, seq, _)| *seq))
     }
 
-    /// The same, for changes.
-    pub(super) fn leases_of_mut(&mut self, key: PeerKey) -> impl Iterator<Item = &mut Lease> {
-        let lent = self.slots.leases_mut();
-        lent.chain(self.wants.iter_mut().map(|w| &mut w.lease)).filter(move |l| l.peer == key)
+    /// The same, for changes that keep their order.
+    pub(super) fn renumber_seqs(&mut self, key: PeerKey, lower: impl Fn(&mut Seq)) {
+        self.slots.leases_mut().filter(|l| l.peer == key).for_each(|l| lower(&mut l.seq));
+        if let Some(wants) = self.wants.get_mut(&key) {
+            let left = std::mem::take(&mut wants.left);
+            wants.left = left
+                .into_iter()
+                .map(|(mut want, n)| {
+                    lower(&mut want.1);
+                    (want, n)
+                })
+                .collect();
+            wants.last.iter_mut().for_each(|want| lower(&mut want.1));
+        }
     }
 
     fn stop_wanting(&mut self, room: Room, key: PeerKey, push: Option<PushId>) {
-        self.wants.retain(|w| {
-            w.lease.room != room || w.lease.peer != key || push.is_some_and(|push| w.push != push)
-        });
+        if let Some(wants) = self.wants.get_mut(&key) {
+            wants.left.retain(|(r, _, p), _| *r != room || push.is_some_and(|push| *p != push));
+            self.forget_content();
+        }
+    }
+
+    /// Senders that want nothing any more have no turn.
+    fn forget_content(&mut self) {
+        self.wants.retain(|_, w| !w.left.is_empty());
+        let wants = &self.wants;
+        self.turns.retain(|key| wants.contains_key(key));
     }
 }
 
@@ -167,7 +216,7 @@ impl Node {
     pub fn handle_ring(&mut self, slot_bytes: u64, count: u32) -> Result<(), StagingError> {
         if self.ring.is_none() {
             let slots = Slots::new(slot_bytes, count, self.cfg.flaw)?;
-            self.ring = Some(Ring { slots, wants: VecDeque::new(), unpacking: BTreeMap::new() });
+            self.ring = Some(Ring::new(slots));
         }
         Ok(())
     }
@@ -217,6 +266,7 @@ impl Node {
         let Some(ring) = &mut self.ring else { return };
         for (lease, push, slots) in ring.lend() {
             let Lease { peer, room, seq } = lease;
+            self.slots_went_out(lease, push, slots.1);
             self.queue(now, peer, Msg::Credit(Credit { room, seq, slots, push }));
         }
         let hopeless = self.ring.as_ref().map(Ring::hopeless).unwrap_or_default();
@@ -229,7 +279,8 @@ impl Node {
     pub(super) fn quarantine_slots(&mut self, now: Time, room: Room) {
         if let Some(ring) = &mut self.ring {
             ring.slots.fail(room);
-            ring.wants.retain(|w| w.lease.room != room);
+            ring.wants.values_mut().for_each(|w| w.left.retain(|(r, _, _), _| *r != room));
+            ring.forget_content();
             // What had landed for it is free.
             self.lend(now);
         }
@@ -237,7 +288,11 @@ impl Node {
 
     /// What to say of a room that waits for slots: that it does, and who has them.
     pub(super) fn slots_waited_for(&self, room: Room) -> String {
-        let Some(ring) = self.ring.as_ref().filter(|r| r.wants.iter().any(|w| w.lease.room == room)) else {
+        let Some(ring) = self
+            .ring
+            .as_ref()
+            .filter(|r| r.wants.values().any(|w| w.left.keys().any(|(r, _, _)| *r == room)))
+        else {
             return String::new();
         };
         let held = ring.slots.held_by_peer();
@@ -282,7 +337,8 @@ impl Node {
         for id in gone {
             ring.over(id);
         }
-        ring.wants.retain(|w| w.lease.peer != key);
+        ring.wants.remove(&key);
+        ring.forget_content();
         ring.slots.fenced(key);
         self.lend(now);
     }
@@ -306,11 +362,7 @@ mod tests {
     }
 
     fn ring(slots: u32) -> Ring {
-        Ring {
-            slots: Slots::new(64, slots, None).unwrap(),
-            wants: VecDeque::new(),
-            unpacking: BTreeMap::new(),
-        }
+        Ring::new(Slots::new(64, slots, None).unwrap())
     }
 
     fn lent(ring: &mut Ring) -> BTreeMap<u64, u32> {

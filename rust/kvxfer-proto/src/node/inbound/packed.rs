@@ -24,6 +24,8 @@ pub(super) struct Packing {
     landed: u64,
     /// The number of the next slice.
     next: u64,
+    /// Slots that were lent for it and have not come back, filled or not.
+    out: u32,
 }
 
 impl Packing {
@@ -114,6 +116,7 @@ impl Node {
                     bytes: m.bytes,
                     landed: 0,
                     next: 0,
+                    out: 0,
                 },
             );
             self.actions.push_back(Action::Unpack(Unpacking {
@@ -166,6 +169,14 @@ impl Node {
         let Some(ring) = &mut self.ring else {
             return Err(broken(room, "a slot is filled, but there is no ring"));
         };
+        if let Some(p) = self
+            .inbound
+            .get_mut(&room)
+            .and_then(|r| r.grants.get_mut(&key))
+            .and_then(|g| g.packed.get_mut(&m.push))
+        {
+            p.out = p.out.saturating_sub(1);
+        }
         if m.bytes == 0 {
             let returned = ring.slots_mut().returned(lease, m.slot);
             self.keep_wanting(lease, m.push);
@@ -208,8 +219,16 @@ impl Node {
         Ok(())
     }
 
-    /// Slices may be more than the sender thought, since not each is full. Whenever fewer slots are out, or asked for, than
-    /// there are slices still to come, more are asked for.
+    /// Slots were lent for a push.
+    pub(in crate::node) fn slots_went_out(&mut self, lease: Lease, push: PushId, slots: u32) {
+        let g = self.inbound.get_mut(&lease.room).and_then(|r| r.grants.get_mut(&lease.peer));
+        if let Some(p) = g.and_then(|g| g.packed.get_mut(&push)) {
+            p.out = p.out.saturating_add(slots);
+        }
+    }
+
+    /// Slices may be more than the sender thought, since not each is full. Whenever fewer slots are out for this push, or
+    /// asked for, than it has slices still to come, more are asked for.
     fn keep_wanting(&mut self, lease: Lease, push: PushId) {
         let Some(ring) = &mut self.ring else { return };
         let Some(r) = self.inbound.get(&lease.room).filter(|r| r.failure.is_none()) else { return };
@@ -217,7 +236,7 @@ impl Node {
         let slices = p.bytes.saturating_sub(p.landed).div_ceil(p.slice_bytes.max(1));
         let slices = u32::try_from(slices).unwrap_or(u32::MAX);
         if slices > 0 {
-            let has = ring.lent(lease).saturating_add(ring.wanted(lease, push));
+            let has = p.out.saturating_add(ring.wanted(lease, push));
             ring.want(lease, push, slices.saturating_sub(has));
         }
     }
