@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvxfer
+from kvxfer.cli import _bench_parsers
 from kvxfer.cli._errors import CommandError
 
 __all__ = ["main"]
@@ -173,6 +174,7 @@ def _bench(commands: Any) -> None:
     )
     _add_json(plan)
     plan.set_defaults(module="kvxfer.cli.bench_plan")
+    _bench_parsers.add(benches, _at_least, _add_json)
 
 
 # Rules of the safety contract that can be broken on purpose: `Flaw` in rust/kvxfer-proto says what each does.

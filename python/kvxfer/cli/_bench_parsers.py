@@ -1,0 +1,74 @@
+"""The arguments of the benchmarks that move bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["add"]
+
+
+def _transfer(benches: Any, at_least: Callable[[int], Any]) -> Any:
+    parser = benches.add_parser(
+        "transfer",
+        help="whole hand-offs beside a plain copy of the same bytes in the same pieces",
+        description=(
+            "Measures whole hand-offs between two processes on the geometry of one of eight ranks of "
+            "Qwen3-32B (64 layers, 1 KV head of 128, bfloat16: 32 KiB a token), over each fabric and kind "
+            "of memory, each in turns with a plain memcpy of as many bytes in the same pieces; what many "
+            "rooms at once move; what a small room pays behind large ones; and how long the smallest "
+            "hand-offs take. Takes minutes."
+        ),
+    )
+    counts = (
+        ("tokens", [1000, 2000, 8000, 32_000], "sizes of one hand-off"),
+        ("page-tokens", [16, 64], "tokens of a page; many rooms are measured with the first only"),
+        ("rooms", [1, 4, 16, 64], "hand-offs at once"),
+    )
+    for name, default, meaning in counts:
+        shown = " ".join(map(str, default))
+        parser.add_argument(
+            f"--{name}",
+            type=at_least(1),
+            nargs="+",
+            default=default,
+            metavar="N",
+            help=f"{meaning} (default: {shown})",
+        )
+    singles = (
+        ("rooms-tokens", 1, 1000, "tokens of each of several hand-offs at once"),
+        ("rounds", 3, 15, "hand-offs of each size that count, a third of it above 512 MiB"),
+        ("small-tokens", 16, 1000, "the small room beside large ones"),
+        ("large-tokens", 16, 128_000, "each of the four large ones"),
+        ("latency-rooms", 10, 300, "hand-offs of a piece, and of a page, to take times of"),
+    )
+    for name, least, single, meaning in singles:
+        parser.add_argument(
+            f"--{name}",
+            type=at_least(least),
+            default=single,
+            metavar="N",
+            help=f"{meaning} (default: %(default)s)",
+        )
+    choices = (
+        ("fabric", ["shm", "ucx"], "what carries the bytes"),
+        ("memory", ["kvxfer", "engine"], "from kvxfer.alloc, or as an engine's allocator gives it"),
+    )
+    for name, both, meaning in choices:
+        parser.add_argument(
+            f"--{name}", nargs="+", choices=both, default=both, help=f"{meaning} (default: both)"
+        )
+    parser.add_argument(
+        "--order",
+        choices=("HND", "NHD"),
+        default="HND",
+        help="order of a page's axes; with one KV head both are the same bytes (default: %(default)s)",
+    )
+    parser.set_defaults(module="kvxfer.cli.bench_transfer")
+    return parser
+
+
+def add(benches: Any, at_least: Callable[[int], Any], add_json: Callable[[Any], None]) -> None:
+    """Adds them to `kvxfer bench`."""
+    for make in (_transfer,):
+        add_json(make(benches, at_least))
