@@ -63,7 +63,7 @@ def test_there_is_a_row_for_each_memory_page_order_and_number_of_rooms(found: di
     for (memory, pages, tokens, rooms), row in rows.items():
         assert (row["fabric"], row["order"], row["page_tokens"]) == ("shm", "HND", 16)
         assert row["bytes"] == tokens * rooms * 32 * 1024
-        # 64 layers, K and V: a write a page and region, or where all are neighbours a write a region and slice.
+        # 64 layers, K and V: a write a page and region; of neighbours, a write a region and slice.
         whole = 128 * tokens // 16 * rooms
         assert row["writes"] == whole if pages == "shuffled" else 128 <= row["writes"] < whole
         assert (row["syscalls"] > 0) == (memory == "engine")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 __all__ = ["add"]
+
+PEERS = ["nixl", "nixl-tuned", "mooncake", "ucxx"]
 
 
 def _transfer(benches: Any, at_least: Callable[[int], Any]) -> Any:
@@ -68,7 +71,46 @@ def _transfer(benches: Any, at_least: Callable[[int], Any]) -> Any:
     return parser
 
 
+def _peers(benches: Any, at_least: Callable[[int], Any]) -> Any:
+    parser = benches.add_parser(
+        "peers",
+        help="the same page lists by NIXL, Mooncake and ucxx, in turns with kvxfer",
+        description=(
+            "Hands off the same page lists (one of eight ranks of Qwen3-32B, pages of 16 tokens) by kvxfer, "
+            "NIXL, Mooncake and ucxx, in turns, each between two processes: what the caller's thread spends "
+            "on a request, the whole, and CPU time, with the receiving process idle and busy. `make "
+            "bench-peers` installs the other libraries in a venv of their own and runs this."
+        ),
+    )
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="FILE",
+        help="the interpreter that has the other libraries (default: this one)",
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        choices=PEERS,
+        default=PEERS,
+        help="which of them (default: all)",
+    )
+    for name, least, default, meaning in (
+        ("tokens", 16, 2000, "tokens of each hand-off, in whole pages"),
+        ("rounds", 3, 9, "hand-offs of each that count"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=at_least(least),
+            default=default,
+            metavar="N",
+            help=f"{meaning} (default: %(default)s)",
+        )
+    parser.set_defaults(module="kvxfer.cli.bench_peers")
+    return parser
+
+
 def add(benches: Any, at_least: Callable[[int], Any], add_json: Callable[[Any], None]) -> None:
     """Adds them to `kvxfer bench`."""
-    for make in (_transfer,):
+    for make in (_transfer, _peers):
         add_json(make(benches, at_least))

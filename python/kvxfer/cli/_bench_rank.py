@@ -18,7 +18,18 @@ import kvxfer as kx
 from kvxfer import _kvxfer
 from kvxfer.cli._loopback import ROOM_S, Fabric, Side
 
-__all__ = ["LAYERS", "ROW_BYTES", "Ids", "Memory", "Rank", "layout_of", "page_lists", "pieces_of", "quiet"]
+__all__ = [
+    "LAYERS",
+    "ROW_BYTES",
+    "Ids",
+    "Memory",
+    "Pages",
+    "Rank",
+    "layout_of",
+    "page_lists",
+    "pieces_of",
+    "quiet",
+]
 
 Memory: TypeAlias = Literal["kvxfer", "engine"]
 Ids: TypeAlias = npt.NDArray[np.int32]
@@ -82,13 +93,61 @@ def regions_of(memory: Memory, fabric: Fabric, layout: kx.PageLayout, pages: int
     return list(owner.values()), owner
 
 
-class Rank:
+class Pages:
+    """One side's memory: what prefill has in each page, and whether it has come to decode.
+
+    Args:
+        side: `"prefill"` or `"decode"`.
+        fabric: `"shm"` or `"ucx"`; of no account for engine memory.
+        memory: `"kvxfer"` (from `kvxfer.alloc`) or `"engine"` (numpy's, as an engine's would be).
+        layout: of both sides.
+        pages: how many there are.
+    """
+
+    def __init__(self, side: Side, fabric: Fabric, memory: Memory, layout: kx.PageLayout, pages: int) -> None:
+        self.side, self.layout, self.pages = side, layout, pages
+        self.page_tokens = int(layout.page_tokens)
+        self.page_bytes = self.page_tokens * ROW_BYTES
+        self.regions, self.owner = regions_of(memory, fabric, layout, pages)
+        # Every page is mapped before anything is timed, as those of a running engine are.
+        for number, region in enumerate(self.regions):
+            if side == "decode":
+                region[:] = 0xA5
+            else:
+                self._contents(number, np.arange(pages), self.regions[number])
+
+    def _contents(self, region: int, pages: npt.NDArray[Any], out: Bytes) -> Bytes:
+        """What prefill has in these pages of a region: 8-byte words that differ by region, page and place."""
+        words = self.page_bytes // 8
+        view = out.view(np.uint64).reshape(len(pages), words)
+        first = (pages.astype(np.uint64) + np.uint64(region * self.pages)) * np.uint64(words)
+        np.add(first[:, np.newaxis], np.arange(words, dtype=np.uint64), out=view)
+        np.multiply(view, np.uint64(_MIX), out=view)
+        return out
+
+    def has(self, to: Ids, source: Ids, tokens: int) -> bool:
+        """Whether decode's pages `to` hold what prefill has in `source`, if that has as many pages."""
+        wanted = np.empty(len(to) * self.page_bytes, np.uint8)
+        for number, region in enumerate(self.regions):
+            found = region.reshape(-1, self.page_bytes)[to].reshape(-1)
+            self._contents(number, source, wanted)
+            if not np.array_equal(found[: tokens * ROW_BYTES], wanted[: tokens * ROW_BYTES]):
+                return False
+        return True
+
+    def spoil(self, to: Ids) -> None:
+        """Writes something else into pages of decode's, so that `has` says what came since."""
+        for region in self.regions:
+            region.reshape(-1, self.page_bytes)[to] = 0xA5
+
+
+class Rank(Pages):
     """Memory, an agent over it and, at decode, a second memory of the same kind to copy from.
 
     Args:
         side: `"prefill"` or `"decode"`.
         fabric: `"shm"` or `"ucx"`.
-        memory: `"kvxfer"` (from `kvxfer.alloc`) or `"engine"` (numpy's, as an engine's would be).
+        memory: as in `Pages`.
         layout: of both sides.
         pages: pages of the pool.
         secret: what both sides know.
@@ -108,51 +167,24 @@ class Rank:
         copies: bool = True,
         **options: Any,
     ) -> None:
-        self.side, self.layout, self.pages = side, layout, pages
-        self.page_tokens = int(layout.page_tokens)
-        self.regions, owner = regions_of(memory, fabric, layout, pages)
+        super().__init__(side, fabric, memory, layout, pages)
         self.near: Regions = []
-        if side == "decode":
-            if copies:
-                self.near, self._near_owner = regions_of(memory, fabric, layout, pages)
-            # Every page is mapped before anything is timed, as those of a running engine are. What is copied
-            # from here is not what the other side sends: a page that no hand-off wrote is noticed.
-            for region in (*self.near, *self.regions):
+        if side == "decode" and copies:
+            self.near, self._near_owner = regions_of(memory, fabric, layout, pages)
+            # Not what the other side sends: a page that was copied and then not handed off is seen.
+            for region in self.near:
                 region[:] = 0xA5
-        else:
-            for number in range(len(self.regions)):
-                self._contents(number, np.arange(pages), self.regions[number])
         self.agent = kx.Agent(
             side,
             layout,
             kx.Shard(),
-            memory=owner,
+            memory=self.owner,
             role=side,
             fabric=fabric,
             secret=secret,
             engine=side,
             **options,
         )
-
-    def _contents(self, region: int, pages: npt.NDArray[Any], out: Bytes) -> Bytes:
-        """What prefill has in these pages of a region: 8-byte words that differ by region, page and place."""
-        words = self.page_tokens * ROW_BYTES // 8
-        view = out.view(np.uint64).reshape(len(pages), words)
-        first = (pages.astype(np.uint64) + np.uint64(region * self.pages)) * np.uint64(words)
-        np.add(first[:, np.newaxis], np.arange(words, dtype=np.uint64), out=view)
-        np.multiply(view, np.uint64(_MIX), out=view)
-        return out
-
-    def has(self, to: Ids, source: Ids, tokens: int) -> bool:
-        """Whether decode's pages `to` hold what prefill has in `source`."""
-        page = self.page_tokens * ROW_BYTES
-        wanted = np.empty(len(to) * page, np.uint8)
-        for number, region in enumerate(self.regions):
-            found = region.reshape(-1, page)[to].reshape(-1)
-            self._contents(number, source, wanted)
-            if not np.array_equal(found[: tokens * ROW_BYTES], wanted[: tokens * ROW_BYTES]):
-                return False
-        return True
 
     def copy_ns(self, to: Sequence[Ids], source: Sequence[Ids], tokens: int) -> int:
         """Nanoseconds of copying the same pieces by plain memcpy, within this process, in one thread."""

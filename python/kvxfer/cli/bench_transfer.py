@@ -26,7 +26,7 @@ _SLOWEST_BYTES_PER_S = 50e6
 _SETS = 2
 # Above so many bytes a hand-off takes long enough to be steady by itself.
 _LARGE_BYTES = 512 << 20
-# The first of each size meets a peer or pages that are new.
+# The first of each size meets a peer that has slept, and caches full of other things.
 _WARM_UP = 1
 _ROOMS_PAGES = "shuffled"
 _FAIR_LARGE_ROOMS = 4
@@ -68,6 +68,23 @@ def _ask(workers: Workers, case: dict[str, Any], nbytes: float = 0) -> tuple[dic
     workers.send(_SIDES, **case)
     found = workers.receive(_SIDES, "measured", _STEP_S + nbytes / _SLOWEST_BYTES_PER_S)
     return found["prefill"], found["decode"]
+
+
+def _touch(workers: Workers, tokens: int) -> dict[str, Any]:
+    """Hands off every page once: a side's first look at a page of the other's costs a fault, and an engine that
+    has run for a while has had them all.
+    """
+    case = {"kind": "size", "tokens": tokens, "pages": "contiguous", "rooms": [_rooms(1)], "checked": 0}
+    nbytes = 2 * LAYERS * tokens * ROW_BYTES
+    prefill, decode = _ask(workers, case, nbytes)
+    seconds = (decode["times_us"][0][0] - prefill["times_us"][0][0]) / 1e6
+    copy_seconds = decode["copies_us"][0] / 1e6
+    return {
+        "bytes": nbytes,
+        "seconds": seconds,
+        "copy_seconds": copy_seconds,
+        "ratio_to_copy": seconds / copy_seconds,
+    }
 
 
 def _row(setup: dict[str, Any], case: dict[str, Any], workers: Workers, rounds: int) -> dict[str, Any]:
@@ -137,6 +154,7 @@ def _rows(options: argparse.Namespace) -> list[dict[str, Any]]:
                 }
                 progress(f"{fabric}, {memory} memory, pages of {page_tokens} tokens: {len(cases)} sizes")
                 with _pair(setup) as workers:
+                    _touch(workers, pages * page_tokens)
                     out += [_row(setup, case, workers, options.rounds) for case in cases]
     return out
 
@@ -209,6 +227,7 @@ def _latency(options: argparse.Namespace, fabric: str) -> list[dict[str, Any]]:
             }
             rooms = _rooms(_WARM_UP + options.latency_rooms)
             with _pair(setup) as workers:
+                _touch(workers, _LATENCY_PAGES * 16)
                 case = {
                     "kind": "latency",
                     "tokens": 16,
