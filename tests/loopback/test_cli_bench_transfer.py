@@ -75,6 +75,15 @@ def test_there_is_a_row_for_each_memory_page_order_and_number_of_rooms(found: di
         assert 0.2 < row["ratio_to_copy"] < 100
 
 
+def test_the_first_use_of_every_page_has_rows_of_its_own(found: dict[str, Any]) -> None:
+    rows = found["first_touch"]
+    assert [(row["fabric"], row["memory"]) for row in rows] == [("shm", "kvxfer"), ("shm", "engine")]
+    for row in rows:
+        # Room for two of the largest: 640 tokens.
+        assert row["bytes"] == 640 * 32 * 1024
+        assert row["ratio_to_copy"] == pytest.approx(row["seconds"] / row["copy_seconds"])
+
+
 def test_the_small_room_was_beside_large_ones(found: dict[str, Any]) -> None:
     (row,) = found["fairness"]
     assert (row["fabric"], row["small_tokens"], row["large_tokens"], row["large_rooms"]) == (

@@ -71,7 +71,7 @@ def _ask(workers: Workers, case: dict[str, Any], nbytes: float = 0) -> tuple[dic
 
 
 def _touch(workers: Workers, tokens: int) -> dict[str, Any]:
-    """Hands off every page once: a side's first look at a page of the other's costs a fault, and an engine that
+    """Hands off every page once: a side's first look at a page of the other's is a fault, and an engine that
     has run for a while has had them all.
     """
     case = {"kind": "size", "tokens": tokens, "pages": "contiguous", "rooms": [_rooms(1)], "checked": 0}
@@ -123,8 +123,10 @@ def _row(setup: dict[str, Any], case: dict[str, Any], workers: Workers, rounds: 
     }
 
 
-def _rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    out = []
+def _rows(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A row for each case, and one for the first use of all pages of each kind of memory."""
+    out: list[dict[str, Any]] = []
+    first: list[dict[str, Any]] = []
     for page_tokens in options.page_tokens:
         sweeps = page_tokens == options.page_tokens[0]
         cases = [
@@ -154,9 +156,11 @@ def _rows(options: argparse.Namespace) -> list[dict[str, Any]]:
                 }
                 progress(f"{fabric}, {memory} memory, pages of {page_tokens} tokens: {len(cases)} sizes")
                 with _pair(setup) as workers:
-                    _touch(workers, pages * page_tokens)
+                    touched = _touch(workers, pages * page_tokens)
+                    kind = {"fabric": fabric, "memory": memory, "page_tokens": page_tokens}
+                    first.append({**kind, **touched})
                     out += [_row(setup, case, workers, options.rounds) for case in cases]
-    return out
+    return out, first
 
 
 def _fairness(options: argparse.Namespace, fabric: str) -> dict[str, Any]:
@@ -266,7 +270,7 @@ def _latency(options: argparse.Namespace, fabric: str) -> list[dict[str, Any]]:
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"machine": machine(), "layers": LAYERS, "row_bytes": ROW_BYTES}
-    found["rows"] = _rows(options)
+    found["rows"], found["first_touch"] = _rows(options)
     found["fairness"] = [_fairness(options, fabric) for fabric in options.fabric]
     found["latency"] = [row for fabric in options.fabric for row in _latency(options, fabric)]
     return found
@@ -303,6 +307,17 @@ def _show(found: dict[str, Any]) -> None:
             "room's Success; median. x copy: that, over the median of a plain memcpy of as many bytes in "
             "the same pieces, by one thread of the receiving process, in turns with the hand-offs. UCX does "
             "not say what system calls it makes."
+        )
+    )
+    rows = [("first use", "memory", "page tokens", "MiB", "ms", "x copy")]
+    for row in found["first_touch"]:
+        numbers = (str(row["page_tokens"]), str(row["bytes"] >> 20), f"{row['seconds'] * 1e3:,.1f}")
+        rows.append((row["fabric"], row["memory"], *numbers, f"{row['ratio_to_copy']:.2f}"))
+    print(f"\n{aligned(rows, 2)}\n")
+    print(
+        prose(
+            "One hand-off of every page, before the others: what the first look of either side at the memory of "
+            "the other costs. The rows above do not have that."
         )
     )
     rows = [("fabric", "small", "large", "alone ms", "beside ms", "slowdown")]
