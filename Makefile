@@ -25,11 +25,11 @@ comma := ,
 more := $(if $(EXTRAS),$(comma)$(EXTRAS))
 setup = $(PYTHON) scripts/setup_env.py $(if $(EXPLICIT_PYTHON),--explicit-python)
 
-.PHONY: help demo ptx pictures test test-rust test-loom test-python oracle-long soak sim-long fuzz stress model lint fmt stubs wheel doctor bench-post bench-transfer bench-peers clean
+.PHONY: help demo ptx pictures test test-rust test-loom test-python oracle-long soak sim-long fuzz stress model lint fmt stubs wheel doctor bench-post bench-transfer bench-peers bench-loop clean
 
 help: ## List the targets
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
-	    | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+	    | while IFS=$$'\t' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
 
 demo: ## Run the main job: a prefill and a decode process hand off a real model's KV (first time about 4 minutes)
 	@scripts/preflight.sh rust python
@@ -106,6 +106,12 @@ bench-peers: ## Install NIXL, Mooncake and ucxx (700 MB) in a venv of their own,
 	@$(setup) --extras ucx$(more) --extension
 	@PEERS_VENV=$(VENV)-peers scripts/peers_env.sh
 	@$(BIN)/kvxfer bench peers --python $(VENV)-peers/bin/python $(ARGS)
+
+bench-loop: ## Measure what hand-offs cost a decode loop, beside NIXL (as bench-peers installs it; 6 minutes)
+	@scripts/preflight.sh rust python
+	@$(setup) --extras ucx$(more) --extension
+	@PEERS_VENV=$(VENV)-peers scripts/peers_env.sh
+	@$(BIN)/kvxfer bench loop --python $(VENV)-peers/bin/python $(ARGS)
 
 soak: ## A million small hand-offs over shm and a tenth over UCX: nothing may grow (about 5 minutes)
 	@scripts/preflight.sh rust python

@@ -145,6 +145,14 @@ def _bench(commands: Any) -> None:
         metavar="N",
         help="hand-offs to measure over, four at a time (default: %(default)s)",
     )
+    post.add_argument(
+        "--by-tokens",
+        type=_at_least(1),
+        nargs="+",
+        default=[1000, 2000, 8000, 32_000, 128_000],
+        metavar="N",
+        help="sizes of single calls that move nothing (default: 1000 2000 8000 32000 128000)",
+    )
     _add_fabric(post)
     _add_json(post)
     post.set_defaults(module="kvxfer.cli.bench_post")

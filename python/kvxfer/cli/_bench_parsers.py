@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,13 @@ from typing import Any
 __all__ = ["add"]
 
 PEERS = ["nixl", "nixl-tuned", "mooncake", "ucxx"]
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
 
 
 def _transfer(benches: Any, at_least: Callable[[int], Any]) -> Any:
@@ -110,7 +118,66 @@ def _peers(benches: Any, at_least: Callable[[int], Any]) -> Any:
     return parser
 
 
+def _loop(benches: Any, at_least: Callable[[int], Any]) -> Any:
+    parser = benches.add_parser(
+        "loop",
+        help="what hand-offs cost a decode loop that runs in the receiving process",
+        description=(
+            "Runs a decode loop (numpy, 5.5 ms a step) in the process that receives hand-offs, and measures "
+            "its time per token with none, beside a process that only copies as many bytes, with kvxfer, "
+            "and with NIXL posting reads on the loop's thread, in blocks that take turns in an order by "
+            "chance. Takes minutes."
+        ),
+    )
+    for name, least, default, meaning in (
+        ("tokens", 16, 2000, "tokens of each hand-off"),
+        ("blocks", 3, 20, "blocks of each kind"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=at_least(least),
+            default=default,
+            metavar="N",
+            help=f"{meaning} (default: %(default)s)",
+        )
+    for name, amount, meaning in (
+        ("step-ms", 5.5, "time of a step without hand-offs, to which the work is fitted"),
+        ("block-seconds", 1.0, "length of a block"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=_positive,
+            default=amount,
+            metavar="X",
+            help=f"{meaning} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--per-second",
+        type=at_least(1),
+        nargs="+",
+        default=[1, 2, 4, 8, 16],
+        metavar="N",
+        help="hand-offs a second (default: 1 2 4 8 16)",
+    )
+    parser.add_argument(
+        "--fabric",
+        choices=("shm", "ucx"),
+        default="shm",
+        help="what carries kvxfer's bytes (default: %(default)s)",
+    )
+    parser.add_argument("--no-nixl", dest="nixl", action="store_false", help="leave NIXL out")
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="FILE",
+        help="the interpreter that has NIXL, see `bench peers` (default: this one)",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the table as SVG into this file")
+    parser.set_defaults(module="kvxfer.cli.bench_loop")
+    return parser
+
+
 def add(benches: Any, at_least: Callable[[int], Any], add_json: Callable[[Any], None]) -> None:
     """Adds them to `kvxfer bench`."""
-    for make in (_transfer, _peers):
+    for make in (_transfer, _peers, _loop):
         add_json(make(benches, at_least))

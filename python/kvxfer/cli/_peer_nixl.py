@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.cli._peer_base import End, Turn, now_us
+from kvxfer.cli._peer_base import End, Turn
 
 __all__ = ["NixlEnd"]
 
@@ -84,5 +84,15 @@ class NixlEnd(End):
     def finish(self, turn: Turn) -> None:
         while not self.is_done():
             pass
-        self.ended_us = now_us()
-        self._agent.release_xfer_handle(self._handle)
+        self.release()
+
+    def release(self) -> None:
+        """Lets go of what was posted last, which has ended."""
+        if self._handle is not None:
+            self._agent.release_xfer_handle(self._handle)
+            self._handle = None
+
+    @property
+    def posted(self) -> bool:
+        """Whether something was posted and not let go of."""
+        return self._handle is not None

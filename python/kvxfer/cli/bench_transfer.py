@@ -316,8 +316,8 @@ def _show(found: dict[str, Any]) -> None:
     print(f"\n{aligned(rows, 2)}\n")
     print(
         prose(
-            "One hand-off of every page, before the others: what the first look of either side at the memory of "
-            "the other costs. The rows above do not have that."
+            "One hand-off of every page, before the others: what the first look of either side at the memory "
+            "of the other costs. The rows above do not have that."
         )
     )
     rows = [("fabric", "small", "large", "alone ms", "beside ms", "slowdown")]
