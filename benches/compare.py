@@ -2,10 +2,10 @@
 
     python benches/compare.py BEFORE.json AFTER.json [--tolerance 0.1] [--all]
 
-Every figure that both have is compared with the one of the same row. It is slower beyond noise if it is worse
-by more than the tolerance, and its quartiles, where the results have them (`X_p25` and `X_p75` beside `X_p50`),
-do not overlap. The exit status is 1 if anything is. Ratios to a limit or to a peer of the same run travel between
-machines; single times do not, and a change of machine is pointed out.
+Every figure that both have is compared with the one of the same row. It is slower beyond noise if it is
+worse by more than the tolerance, and its quartiles, where the results have them (`X_p25` and `X_p75` beside
+`X_p50`), do not overlap. The exit status is 1 if anything is. Ratios to a limit or to a peer of the same run
+travel between machines; single times do not, and a change of machine is pointed out.
 """
 
 from __future__ import annotations
