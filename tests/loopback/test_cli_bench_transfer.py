@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -17,9 +18,9 @@ from kvxfer.cli._bench_rank import ROW_BYTES, page_lists, pieces_of
 pytestmark = pytest.mark.timeout(110)
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvxfer.cli", "bench", "transfer", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=env)
 
 
 SMALL = (
@@ -120,6 +121,17 @@ def test_ucx_and_the_table_for_people() -> None:
         ("shuffled", "160", "3"),
     ]
     assert max(map(len, result.stdout.splitlines())) <= 110
+
+
+def test_shared_memory_is_measured_where_there_is_no_ucx() -> None:
+    environment = {**os.environ, "KVXFER_UCX_LIBRARY": "/no/such/libucp.so.0"}
+    result = bench(*SMALL, "--fabric", "shm", "--memory", "kvxfer", "--json", env=environment)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["machine"]["ucx"] is None
+    result = bench(*SMALL, "--fabric", "ucx", env=environment)
+    assert result.returncode == 1
+    assert "/no/such/libucp.so.0" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_small_rooms_with_nothing_beside_them_are_refused() -> None:
