@@ -38,6 +38,7 @@ SMALL = (
         "3",
     ),
     *("--small-tokens", "64", "--large-tokens", "8000", "--latency-rooms", "10"),
+    *("--in-flight", "200"),
 )
 
 
@@ -106,6 +107,14 @@ def test_latency_has_a_piece_and_a_page_of_each_mode(found: dict[str, Any]) -> N
         assert 0 < row["to_event_us_p50"] <= row["to_poll_us_p50"] <= row["to_poll_us_p99"]
         assert 0 < row["copy_us_p50"] < row["to_event_us_p50"]
         assert row["ping_us_p50"] > 0
+
+
+def test_rooms_in_flight_take_memory_and_not_much(found: dict[str, Any]) -> None:
+    (row,) = found["in_flight"]
+    assert (row["fabric"], row["rooms"], row["tokens"]) == ("shm", 200, 2000)
+    for side in ("prefill", "decode"):
+        # Each room has 125 page ids of 4 bytes; ten times the bar for a thousand is something else.
+        assert 200 * 125 * 4 < row[f"{side}_bytes"] < 320 << 20
 
 
 @pytest.mark.ucx

@@ -51,6 +51,7 @@ def _transfer(benches: Any, at_least: Callable[[int], Any]) -> Any:
         ("rounds", 3, 15, "hand-offs of each size that count, a third of it above 512 MiB"),
         ("small-tokens", 16, 1000, "the small room beside large ones"),
         ("large-tokens", 16, 128_000, "each of the four large ones"),
+        ("in-flight", 1, 1000, "rooms granted and not pushed, for the memory that they take"),
         ("latency-rooms", 10, 300, "hand-offs of a piece, and of a page, to take times of"),
     )
     for name, least, single, meaning in singles:

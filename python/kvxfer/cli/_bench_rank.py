@@ -29,6 +29,7 @@ __all__ = [
     "page_lists",
     "pieces_of",
     "quiet",
+    "regions_of",
 ]
 
 Memory: TypeAlias = Literal["kvxfer", "engine"]

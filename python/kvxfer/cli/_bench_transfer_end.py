@@ -5,12 +5,13 @@ from __future__ import annotations
 import select
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import kvxfer as kx
-from kvxfer.cli._bench_rank import Ids, Rank, layout_of, page_lists, quiet
+from kvxfer.cli._bench_rank import Ids, Rank, layout_of, page_lists, quiet, regions_of
 from kvxfer.cli._loopback import ROOM_S
 from kvxfer.cli._worker import Link, run
 
@@ -198,7 +199,41 @@ def _ping_pong(link: Link, case: dict[str, Any], side: str, host: str) -> dict[s
     return {"times_us": times}
 
 
+def _anonymous_bytes() -> int:
+    """Memory of this process's own: neither files, as libraries are, nor shared memory, as pools are."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("/proc/self/status has no RssAnon")
+
+
+def _in_flight(rank: Rank, case: dict[str, Any], source: str, before: int) -> dict[str, Any]:
+    """Many rooms that are granted and not pushed: what they and the agent hold."""
+    rooms, tokens = case["rooms"], case["tokens"]
+    if rank.side == "decode":
+        lists = page_lists(rank.pages, -(-tokens // rank.page_tokens), shuffled=True, seed=2)
+        for room, pages in zip(rooms, lists, strict=True):
+            rank.agent.expect(room, pages, tokens=tokens, source=source)
+    else:
+        rank.await_grants(rooms)
+    time.sleep(_COUNTERS_S)
+    held = _anonymous_bytes() - before
+    # Prefill has seen every grant; who cancels is of no account.
+    if rank.side == "prefill":
+        for room in rooms:
+            rank.agent.cancel(room)
+    left = set(rooms)
+    while left:
+        left -= {event.room for event in rank.agent.poll() if event.released}
+        time.sleep(1e-3)
+    return {"bytes": held}
+
+
 def _work(link: Link, config: dict[str, Any]) -> None:
+    # What a pool, and threads of numpy's, take is there before the agent is.
+    warm = regions_of(config["memory"], config["fabric"], layout_of(0, 16), 16)
+    before = _anonymous_bytes()
+    del warm
     rank = Rank(
         config["side"],
         config["fabric"],
@@ -215,7 +250,9 @@ def _work(link: Link, config: dict[str, Any]) -> None:
         source = link.receive()["source"]
         quiet()
         while (case := link.receive())["kind"] != "close":
-            if case["kind"] == "ping":
+            if case["kind"] == "in-flight":
+                said = _in_flight(rank, case, source, before)
+            elif case["kind"] == "ping":
                 said = _ping_pong(link, case, config["side"], "127.0.0.1")
             else:
                 said = {"size": _case, "fair": _fairness, "latency": _latency}[case["kind"]](

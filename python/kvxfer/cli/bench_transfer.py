@@ -13,7 +13,7 @@ from typing import Any
 from kvxfer.cli._bench_numbers import machine, need_memory, percentile, spread
 from kvxfer.cli._bench_rank import LAYERS, ROW_BYTES
 from kvxfer.cli._errors import CommandError
-from kvxfer.cli._text import aligned, print_json, progress, prose
+from kvxfer.cli._text import aligned, print_json, progress, prose, size
 from kvxfer.cli._workers import Workers
 
 __all__ = ["run"]
@@ -36,6 +36,7 @@ _LATENCY_PAGES = 256
 # A control frame of a hand-off has some 60 to 150 bytes.
 _PING_BYTES = 96
 _SPIN_US = 5000
+_IN_FLIGHT_TOKENS = 2000
 # Both transfer threads and the poller spin only if each has a core; with fewer the poller sleeps on the
 # descriptor.
 _SPINNERS = 3
@@ -268,11 +269,36 @@ def _latency(options: argparse.Namespace, fabric: str) -> list[dict[str, Any]]:
     return out
 
 
+def _in_flight(options: argparse.Namespace, fabric: str) -> dict[str, Any]:
+    """What an agent holds beyond the pages, with rooms that are granted and not pushed."""
+    progress(f"{fabric}: {options.in_flight} rooms in flight")
+    count = -(-_IN_FLIGHT_TOKENS // 16)
+    setup = {
+        "fabric": fabric,
+        # One region of a page's bytes is enough: what a room takes does not depend on the layers.
+        "layers": 0,
+        "page_tokens": 16,
+        "pages": {"prefill": count, "decode": options.in_flight * count},
+        "copies": False,
+    }
+    with _pair(setup) as workers:
+        case = {"kind": "in-flight", "rooms": _rooms(options.in_flight), "tokens": _IN_FLIGHT_TOKENS}
+        prefill, decode = _ask(workers, case)
+    return {
+        "fabric": fabric,
+        "rooms": options.in_flight,
+        "tokens": _IN_FLIGHT_TOKENS,
+        "prefill_bytes": prefill["bytes"],
+        "decode_bytes": decode["bytes"],
+    }
+
+
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"machine": machine(), "layers": LAYERS, "row_bytes": ROW_BYTES}
     found["rows"], found["first_touch"] = _rows(options)
     found["fairness"] = [_fairness(options, fabric) for fabric in options.fabric]
     found["latency"] = [row for fabric in options.fabric for row in _latency(options, fabric)]
+    found["in_flight"] = [_in_flight(options, fabric) for fabric in options.fabric]
     return found
 
 
@@ -349,6 +375,15 @@ def _show(found: dict[str, Any]) -> None:
             "2 ms. ping: a round trip of a small frame over TCP between the same two processes."
         )
     )
+    print()
+    for row in found["in_flight"]:
+        held = (size(row[f"{side}_bytes"]) for side in _SIDES)
+        print(
+            prose(
+                f"{row['fabric']}: with {row['rooms']:,} rooms of {row['tokens']:,} tokens granted and not "
+                f"pushed, agents hold {' (prefill) and '.join(held)} (decode) beyond pages and libraries."
+            )
+        )
 
 
 def run(options: argparse.Namespace) -> int:
