@@ -37,7 +37,7 @@ SMALL = (
         "--rounds",
         "3",
     ),
-    *("--small-tokens", "64", "--large-tokens", "8000", "--latency-rooms", "10"),
+    *("--small-tokens", "64", "--large-tokens", "16000", "--latency-rooms", "10"),
     *("--in-flight", "200"),
 )
 
@@ -91,12 +91,13 @@ def test_the_small_room_was_beside_large_ones(found: dict[str, Any]) -> None:
     assert (row["fabric"], row["small_tokens"], row["large_tokens"], row["large_rooms"]) == (
         "shm",
         64,
-        8000,
+        16_000,
         4,
     )
     assert row["slowdown"] == pytest.approx(row["beside_ms_p50"] / row["alone_ms_p50"])
-    # Behind them all it would wait for 500 times its own bytes.
-    assert row["slowdown"] < 250
+    assert 1 <= row["rounds"] <= 3
+    # Behind them all it would wait for 1,000 times its own bytes.
+    assert row["slowdown"] < 500
 
 
 def test_latency_has_a_piece_and_a_page_of_each_mode(found: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ fn plan(c: &mut Criterion) {
     }
     group.finish();
     c.bench_function("template TP8 to TP4", |b| {
-        b.iter(|| Template::new(black_box(&from), black_box(&up)).unwrap())
+        b.iter(|| Template::new(black_box(&from), black_box(&up)).unwrap());
     });
 }
 
