@@ -1,7 +1,6 @@
-"""Mooncake's transfer engine over TCP, by its synchronous calls.
+"""Mooncake's transfer engine over TCP.
 
-Those that return at once ended the process with a segmentation fault here (0.3.13, one piece of 4 KiB), so
-what a request takes is the caller's time as a whole; engines have threads for it.
+Its TCP path takes some 1,000 pieces at a time, so that of more the caller waits for all but the last.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from kvxfer.cli._peer_base import PAGE_TOKENS, End, Turn
 
 __all__ = ["MooncakeEnd"]
 
-# Its TCP transport refuses batches of several thousand pieces: "TCP lane queue-full rejection" for 4,000.
+# Batches of several thousand pieces are refused ("TCP lane queue-full rejection"), and so at times is a second
+# batch of 1,000 while the first is under way.
 _BATCH = 1000
 
 
@@ -46,10 +46,18 @@ class MooncakeEnd(End):
         here = (self.bases[:, np.newaxis] + source).reshape(-1).tolist()
         there = (self._there[:, np.newaxis] + to).reshape(-1).tolist()
         sizes = np.tile(lens, len(self.bases)).tolist()
+        self._batch = 0
         for i in range(0, len(here), _BATCH):
+            if i:
+                self.finish(turn)
             end = i + _BATCH
-            if self._engine.batch_transfer_sync_write(self._other, here[i:end], there[i:end], sizes[i:end]):
-                raise RuntimeError("Mooncake says that the transfer failed")
+            self._batch = self._engine.batch_transfer_async_write(
+                self._other, here[i:end], there[i:end], sizes[i:end]
+            )
+            if self._batch == 0:
+                raise RuntimeError("Mooncake refused a batch")
 
     def finish(self, turn: Turn) -> None:
-        """Nothing is left to do."""
+        # It may be asked once: it waits, and then the batch is gone.
+        if self._engine.get_batch_transfer_status([self._batch]):
+            raise RuntimeError("Mooncake says that the transfer failed")
