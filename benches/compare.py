@@ -27,11 +27,11 @@ IDENTITY = (
 MORE_IS_BETTER = re.compile(r"(gbytes_per_s|speedup\w*|rooms_per_s)$")
 # What is measured, and not what was asked for.
 FIGURE = re.compile(
-    r"(_p50|_p20|_p99|_per_page|_per_run|_per_gbyte|gbytes_per_s|slowdown|ratio_to_copy|lost_fraction"
+    r"(_p50|_p20|_p99|_per_page|_per_run|_per_gbyte|gbytes_per_s|slowdown|ratio_to_copy|ratio_to_readv|lost_fraction"
     r"|speedup\w*|_ms_mean|median)$"
 )
 # Of the limits themselves and of the host, which are no work of kvxfer's.
-NOT_OURS = re.compile(r"^(copy_|ping_|host_)")
+NOT_OURS = re.compile(r"^(copy_|ping_|host_|readv_)")
 
 
 class Change(NamedTuple):

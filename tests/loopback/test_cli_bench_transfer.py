@@ -13,7 +13,15 @@ import pytest
 
 import kvxfer as kx
 from kvxfer import _kvxfer
-from kvxfer.cli._bench_rank import ROW_BYTES, page_lists, pieces_of
+from kvxfer.cli._bench_rank import (
+    ROW_BYTES,
+    Pages,
+    _readv_ns,
+    _vectors,
+    layout_of,
+    page_lists,
+    pieces_of,
+)
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -72,6 +80,11 @@ def test_there_is_a_row_for_each_memory_page_order_and_number_of_rooms(found: di
         assert row["seconds_p25"] <= row["seconds_p50"] <= row["seconds_p75"]
         assert row["gbytes_per_s"] == pytest.approx(row["bytes"] / row["seconds_p50"] / 1e9)
         assert row["ratio_to_copy"] == pytest.approx(row["seconds_p50"] / row["copy_seconds_p50"])
+        if memory == "engine":
+            assert row["ratio_to_readv"] == pytest.approx(row["seconds_p50"] / row["readv_seconds_p50"])
+            assert 0.2 < row["ratio_to_readv"] < 100
+        else:
+            assert row["ratio_to_readv"] is None
         # Nothing is faster than a copy by much, and what takes a hundred times as long is broken, or it is
         # another thing that was timed.
         assert 0.2 < row["ratio_to_copy"] < 100
@@ -173,6 +186,19 @@ def test_the_copy_moves_just_its_pieces() -> None:
     want[:, 3 * page : 5 * page] = there[:, page : 3 * page]
     want[:, : page // 2] = there[:, 5 * page : 5 * page + page // 2]
     assert np.array_equal(here, want)
+
+
+def test_the_kernel_reads_just_the_same_pieces() -> None:
+    layout = layout_of(0, 16)
+    source, target = (Pages(side, "shm", "engine", layout, 8) for side in ("prefill", "decode"))
+    to, theirs = np.array([3, 4, 0], np.int32), np.array([1, 2, 5], np.int32)
+    dst, src, lens = pieces_of(to, theirs, tokens=40, page_tokens=16)
+    ours, there = ([side.regions[0].ctypes.data] for side in (target, source))
+    assert _readv_ns(os.getpid(), _vectors(ours, dst, lens), _vectors(there, src, lens)) > 0
+    assert target.has(to, theirs, 40)
+    assert (target.regions[0].reshape(8, -1)[[1, 2, 5, 6, 7]] == 0xA5).all()
+    with pytest.raises(OSError, match="process_vm_readv"):
+        _readv_ns(os.getpid(), _vectors(ours, dst, lens), _vectors([8], src, lens))
 
 
 @pytest.mark.parametrize(("dst", "lens"), [([4090], [8]), ([2**64 - 4], [8]), ([0, 0], [1])])

@@ -6,7 +6,9 @@ needs fewer layers. With one KV head, HND and NHD are the same bytes.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -43,6 +45,8 @@ ROW_BYTES = 256
 
 # The golden ratio's bits: neighbours in a count become numbers far apart.
 _MIX = 0x9E3779B97F4A7C15
+# The kernel's limit of pieces a call.
+_IOV_MAX = 1024
 # Asking a state costs the prefill side's core, which the other side may be copying on.
 _ASK_S = 2e-4
 
@@ -92,6 +96,36 @@ def regions_of(memory: Memory, fabric: Fabric, layout: kx.PageLayout, pages: int
         (0, layer, part): np.zeros(pages * layout.page_tokens * ROW_BYTES, np.uint8) for layer, part in keys
     }
     return list(owner.values()), owner
+
+
+def _vectors(
+    bases: Sequence[int], offsets: npt.NDArray[np.uint64], lens: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """The kernel's `struct iovec`s of the pieces of every region."""
+    out = np.empty((len(bases), len(offsets), 2), np.uint64)
+    out[:, :, 0] = np.asarray(bases, np.uint64)[:, np.newaxis] + offsets
+    out[:, :, 1] = lens
+    return out.reshape(-1, 2)
+
+
+def _readv_ns(pid: int, ours: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> int:
+    readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    word = ctypes.c_ulong
+    readv.argtypes = [ctypes.c_int, ctypes.c_void_p, word, ctypes.c_void_p, word, word]
+    readv.restype = ctypes.c_ssize_t
+    calls = []
+    for first in range(0, len(ours), _IOV_MAX):
+        place, count = first * ours.strides[0], min(_IOV_MAX, len(ours) - first)
+        calls.append((ours.ctypes.data + place, count, theirs.ctypes.data + place, count))
+    read = 0
+    begin = time.perf_counter_ns()
+    for here, n_here, there, n_there in calls:
+        read += readv(pid, here, n_here, there, n_there, 0)
+    took = time.perf_counter_ns() - begin
+    if read != int(ours[:, 1].sum()):
+        error = ctypes.get_errno()
+        raise OSError(error, f"process_vm_readv of process {pid}: {os.strerror(error)}")
+    return took
 
 
 class Pages:
@@ -170,6 +204,8 @@ class Rank(Pages):
     ) -> None:
         super().__init__(side, fabric, memory, layout, pages)
         self.near: Regions = []
+        self.source_process: tuple[int, Sequence[int]] = (0, ())
+        """At decode: prefill's process, and where its regions are there."""
         if side == "decode" and copies:
             self.near, self._near_owner = regions_of(memory, fabric, layout, pages)
             # Not what the other side sends: a page that was copied and then not handed off is seen.
@@ -194,6 +230,21 @@ class Rank(Pages):
         for ours, theirs in zip(to, source, strict=True):
             dst, src, lens = pieces_of(ours, theirs, tokens, self.page_tokens)
             took += _kvxfer._bench_copy(pairs, dst=dst, src=src, lens=lens)
+        return took
+
+    def readv_ns(
+        self, to: Sequence[Ids], source: Sequence[Ids], tokens: int, pid: int, bases: Sequence[int]
+    ) -> int:
+        """Nanoseconds of reading the same pieces out of another process by the kernel, 1,024 a call.
+
+        Raises:
+            OSError: if the kernel refuses, or reads less than it was asked to.
+        """
+        took = 0
+        for ours, theirs in zip(to, source, strict=True):
+            dst, src, lens = pieces_of(ours, theirs, tokens, self.page_tokens)
+            here = [region.ctypes.data for region in self.regions]
+            took += _readv_ns(pid, _vectors(here, dst, lens), _vectors(bases, src, lens))
         return took
 
     def await_grants(self, rooms: Sequence[int]) -> None:

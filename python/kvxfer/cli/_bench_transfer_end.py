@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
@@ -45,6 +46,7 @@ def _case(rank: Rank, case: dict[str, Any], source: str) -> dict[str, Any]:
     ours, theirs = (_lists(rank, case, side) for side in ("decode", "prefill"))
     times: list[list[float]] = []
     copies: list[float] = []
+    reads: list[float] = []
     writes = moved = 0
     right = True
     # Before and after: what the counters say of one row only.
@@ -71,6 +73,8 @@ def _case(rank: Rank, case: dict[str, Any], source: str) -> dict[str, Any]:
             times.append([event.stats.at_us for event in events])
             if not turn % 2:
                 copies.append(rank.copy_ns(*copied, tokens) / 1e3)
+            if case["reads"]:
+                reads.append(rank.readv_ns(*copied, tokens, *rank.source_process) / 1e3)
             if turn == len(case["rooms"]) - 1:
                 right = all(
                     rank.has(a, b, tokens) for a, b in list(zip(to, sources, strict=True))[: case["checked"]]
@@ -82,6 +86,7 @@ def _case(rank: Rank, case: dict[str, Any], source: str) -> dict[str, Any]:
     return {
         "times_us": times,
         "copies_us": copies,
+        "reads_us": reads,
         "writes": writes / turns,
         "bytes": moved // turns,
         "syscalls": (rank.agent.stats()["data_syscalls"] - before) / turns,
@@ -246,8 +251,11 @@ def _work(link: Link, config: dict[str, Any]) -> None:
         cpu=config["cpus"].get(config["side"]),
     )
     with rank.agent as agent:
-        link.send("listening", address=agent.address)
-        source = link.receive()["source"]
+        bases = [region.ctypes.data for region in rank.regions]
+        link.send("listening", address=agent.address, pid=os.getpid(), bases=bases)
+        told = link.receive()
+        source = told["source"]
+        rank.source_process = (told["pid"], told["bases"])
         quiet()
         while (case := link.receive())["kind"] != "close":
             if case["kind"] == "in-flight":
@@ -262,4 +270,4 @@ def _work(link: Link, config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    run(_work, (kx.KvxferError,))
+    run(_work, (kx.KvxferError, OSError))

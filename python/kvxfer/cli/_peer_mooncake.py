@@ -15,7 +15,7 @@ from kvxfer.cli._peer_base import PAGE_TOKENS, End, Turn
 
 __all__ = ["MooncakeEnd"]
 
-# Batches of several thousand pieces are refused ("TCP lane queue-full rejection"), and so at times is a second
+# Batches of several thousand pieces are refused ("TCP lane queue-full rejection"), and at times is a second
 # batch of 1,000 while the first is under way.
 _BATCH = 1000
 

@@ -177,6 +177,11 @@ def _show(found: dict[str, Any]) -> None:
         (*us("expect_first_us_p50"), first),
         (*us("host_wake_us_p50"), "what waking any sleeping thread takes on this host, without kvxfer"),
         (*ns("poll_empty_ns_p50"), "one poll() that has nothing to say: median"),
+        *(
+            [(*us("poll_one_us_p50"), "one poll() that has one event: median")]
+            if found["poll_one_us_p50"]
+            else []
+        ),
         (*ns("push_ns_per_page"), f"more for each id of an int32 array: slope over {counts} pages"),
         (*ns("push_list_ns_per_page"), "more than that for each id of a Python list"),
         (*us("submit_to_first_write_us_p50"), "from the first push until its first byte moves: median"),
