@@ -60,7 +60,7 @@ def _case(rank: Rank, case: dict[str, Any], source: str) -> dict[str, Any]:
             times.append([_now_us()])
             for room, pages in zip(rooms, sources, strict=True):
                 rank.agent.push(room, pages, tokens=tokens)
-            events = rank.drain(rooms)
+            events = rank.drain(rooms, case["limit_s"])
         else:
             # Every other time the copy comes first, and it has pages of its own: neither finds the caches
             # warm more often.
@@ -69,7 +69,7 @@ def _case(rank: Rank, case: dict[str, Any], source: str) -> dict[str, Any]:
                 copies.append(rank.copy_ns(*copied, tokens) / 1e3)
             for room, pages in zip(rooms, to, strict=True):
                 rank.agent.expect(room, pages, tokens=tokens, source=source)
-            events = rank.drain(rooms)
+            events = rank.drain(rooms, case["limit_s"])
             times.append([event.stats.at_us for event in events])
             if not turn % 2:
                 copies.append(rank.copy_ns(*copied, tokens) / 1e3)
@@ -116,12 +116,12 @@ def _fairness(rank: Rank, case: dict[str, Any], source: str) -> dict[str, Any]:
                     time.sleep(_UNDER_WAY_S)
                 at_us = _now_us()
                 rank.agent.push(room, little, tokens=small)
-                rank.drain(rooms)
+                rank.drain(rooms, case["limit_s"])
             else:
                 for big, pages in zip(beside, bigs, strict=False):
                     rank.agent.expect(big, pages, tokens=large, source=source)
                 rank.agent.expect(room, little, tokens=small, source=source)
-                events = rank.drain(rooms)
+                events = rank.drain(rooms, case["limit_s"])
                 at_us = events[-1].stats.at_us
                 if beside:
                     out["large_us"].append(max(event.stats.at_us for event in events[:-1]))
