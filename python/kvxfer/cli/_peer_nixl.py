@@ -7,9 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.cli._peer_base import End, Turn
+from kvxfer.cli._bench_rank import pieces_of
+from kvxfer.cli._peer_base import PAGE_TOKENS, End, Turn
 
 __all__ = ["NixlEnd"]
+
+
+def _joined(bases: Any, offsets: Any, lens: Any) -> Any:
+    rows = np.zeros((len(bases), len(offsets), 3), np.uint64)
+    rows[:, :, 0] = bases[:, np.newaxis] + offsets
+    rows[:, :, 1] = lens
+    return rows.reshape(-1, 3)
 
 
 class NixlEnd(End):
@@ -68,8 +76,10 @@ class NixlEnd(End):
                 self.operation, self._ours, self._indices(here), self._theirs, self._indices(there)
             )
         else:
-            ours = agent.get_xfer_descs(self._rows(self.bases, here), "DRAM")
-            theirs = agent.get_xfer_descs(self._rows(self._there, there), "DRAM")
+            # Neighbours are joined, as engines do; with indices into prepared lists NIXL joins them itself.
+            to, source, lens = pieces_of(here, there, len(here) * PAGE_TOKENS, PAGE_TOKENS)
+            ours = agent.get_xfer_descs(_joined(self.bases, to, lens), "DRAM")
+            theirs = agent.get_xfer_descs(_joined(self._there, source, lens), "DRAM")
             self._handle = agent.initialize_xfer(self.operation, ours, theirs, self._other)
         self._state = agent.transfer(self._handle)
 
