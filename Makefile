@@ -1,6 +1,6 @@
 # Two commands do all the set-up: `make demo` runs the main job, `make test` the tests. `make help` lists the rest.
 #   make PYTHON=python3.12 test      another interpreter (the venv is made anew if it has a different one)
-#   make ARGS="--fabric ucx" demo    arguments for the command behind demo, doctor, bench-post, stress or test-python
+#   make ARGS="--fabric ucx" demo    arguments for the command behind demo, doctor, bench-*, stress or test-python
 #   make EXTRAS=torch test           more extras of pyproject.toml in the venv
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -25,11 +25,11 @@ comma := ,
 more := $(if $(EXTRAS),$(comma)$(EXTRAS))
 setup = $(PYTHON) scripts/setup_env.py $(if $(EXPLICIT_PYTHON),--explicit-python)
 
-.PHONY: help demo ptx pictures test test-rust test-loom test-python oracle-long soak sim-long fuzz stress model lint fmt stubs wheel doctor bench-post clean
+.PHONY: help demo ptx pictures test test-rust test-loom test-python oracle-long soak sim-long fuzz stress model lint fmt stubs wheel doctor bench-post bench-transfer bench-peers bench-loop clean
 
 help: ## List the targets
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
-	    | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+	    | while IFS=$$'\t' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
 
 demo: ## Run the main job: a prefill and a decode process hand off a real model's KV (first time about 4 minutes)
 	@scripts/preflight.sh rust python
@@ -96,6 +96,23 @@ bench-post: ## Measure what push, expect and poll cost the caller
 	@$(setup) --extras ucx$(more) --extension
 	@$(BIN)/kvxfer bench post $(ARGS)
 
+bench-transfer: ## Measure whole hand-offs beside a plain copy of the same bytes in the same pieces (minutes)
+	@scripts/preflight.sh rust python
+	@$(setup) --extras ucx$(more) --extension
+	@$(BIN)/kvxfer bench transfer $(ARGS)
+
+bench-peers: ## Install NIXL, Mooncake and ucxx (700 MB) in a venv of their own, and measure them beside kvxfer (minutes)
+	@scripts/preflight.sh rust python
+	@$(setup) --extras ucx$(more) --extension
+	@PEERS_VENV=$(VENV)-peers scripts/peers_env.sh
+	@$(BIN)/kvxfer bench peers --python $(VENV)-peers/bin/python $(ARGS)
+
+bench-loop: ## Measure what hand-offs cost a decode loop, beside NIXL (as bench-peers installs it; 6 minutes)
+	@scripts/preflight.sh rust python
+	@$(setup) --extras ucx$(more) --extension
+	@PEERS_VENV=$(VENV)-peers scripts/peers_env.sh
+	@$(BIN)/kvxfer bench loop --python $(VENV)-peers/bin/python $(ARGS)
+
 soak: ## A million small hand-offs over shm and a tenth over UCX: nothing may grow (about 5 minutes)
 	@scripts/preflight.sh rust python
 	@$(setup) --extras ucx$(more) --extension
@@ -123,6 +140,6 @@ pictures: ## Draw docs/pictures from what the planner answers
 	@$(BIN)/python scripts/draw_plans.py
 
 clean: ## Remove the venv, build outputs and caches
-	@rm -rf $(VENV) target fuzz/target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	@rm -rf $(VENV) $(VENV)-peers target fuzz/target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
 	@rm -f python/kvxfer/*.so
 	@find python scripts tests examples benches -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -26,6 +26,7 @@ __all__ = [
     "_UcxProbeWriter",
     "__version__",
     "_after_fork_in_child",
+    "_bench_copy",
     "_bench_plan",
     "_doctor_gpus",
     "_doctor_host",
@@ -79,6 +80,17 @@ def simulate(
     """Engines against each other under virtual time: `seed` decides all faults, and every byte is checked."""
 
 def _after_fork_in_child() -> None: ...
+def _bench_copy(
+    regions: Sequence[
+        tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.uint8]]]
+    ],
+    *,
+    dst: np.ndarray[tuple[int], np.dtype[np.uint64]],
+    src: np.ndarray[tuple[int], np.dtype[np.uint64]],
+    lens: np.ndarray[tuple[int], np.dtype[np.uint64]],
+) -> int:
+    """Nanoseconds of plain copying of the same pieces in each pair (to, from) of regions."""
+
 def _bench_plan(
     src: tuple[_Layouts, Shard],
     dst: tuple[_Layouts, Shard],

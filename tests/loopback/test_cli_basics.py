@@ -31,7 +31,13 @@ def test_version_and_help() -> None:
         assert f"\n    {command} " in text
 
 
-@pytest.mark.parametrize("arguments", [("demo",), ("doctor",), ("bench",), ("bench", "post"), ("stress",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("demo",), ("doctor",), ("bench",), ("stress",)),
+        *(("bench", name) for name in ("post", "transfer", "peers", "loop", "plan")),
+    ],
+)
 def test_each_command_explains_itself(arguments: tuple[str, ...]) -> None:
     result = run(*arguments, "--help")
     assert result.returncode == 0
@@ -48,6 +54,9 @@ def test_each_command_explains_itself(arguments: tuple[str, ...]) -> None:
         (("demo", "--prefill-tp", "2"), "invalid choice: 2"),
         (("demo", "--max-tokens", "0"), "0 is less than 1"),
         (("bench", "post", "--tokens", "many"), "invalid number value: 'many'"),
+        (("bench", "transfer", "--rounds", "2"), "2 is less than 3"),
+        (("bench", "peers", "--peers", "carrier-pigeon"), "invalid choice: 'carrier-pigeon'"),
+        (("bench", "loop", "--step-ms", "0"), "0 is not above 0"),
     ],
 )
 def test_wrong_arguments_are_status_2_and_say_which(arguments: tuple[str, ...], said: str) -> None:

@@ -28,7 +28,7 @@ def bench(*arguments: str) -> dict[str, Any]:
 
 
 def test_every_figure_is_there_and_sane() -> None:
-    found = bench("--tokens", "320", "--rooms", "30")
+    found = bench("--tokens", "320", "--rooms", "30", "--by-tokens", "160", "64000")
     # Far above what is aimed at: these say that the right thing was timed, in the right unit.
     limits = {
         "push_us_p50": 5_000,
@@ -45,7 +45,23 @@ def test_every_figure_is_there_and_sane() -> None:
         assert 0 < found[key] < most, (key, found[key])
     # A few bytes are copied: on a busy machine that can drown in noise, but not by far.
     assert -50 < found["push_ns_per_page"] < 200
-    assert found["push_us_p50"] <= found["push_us_p99"]
+    assert found["push_us_p50"] <= found["push_us_p99"] <= found["push_us_max"]
+    assert found["expect_us_p99"] <= found["expect_us_max"]
+    assert found["poll_empty_ns_p50"] <= found["poll_empty_ns_p99"]
+    assert found["submit_to_first_write_us_p50"] <= found["submit_to_first_write_us_max"]
+    assert [(row["tokens"], row["pages"], row["calls"]) for row in found["rows"]] == [
+        (160, 10, 300),
+        (64_000, 4000, 300),
+    ]
+    few, many = found["rows"]
+    for kind in ("push", "push_list", "expect", "expect_list"):
+        for row in (few, many):
+            ranks = [row[f"{kind}_us_{rank}"] for rank in ("min", "p50", "p99", "max")]
+            assert ranks == sorted(ranks)
+    # 4,000 ids of a list take 40 us to convert; whatever else a call meets, it meets with an array too. The
+    # least, because a call may be interrupted.
+    for kind in ("push", "expect"):
+        assert many[f"{kind}_list_us_min"] > many[f"{kind}_us_min"] + 8
     assert list(found["push_us_p20_by_pages"]) == ["125", "250", "500", "1000", "2000"]
     assert (found["fabric"], found["tokens"], found["pages"], found["rooms"]) == ("shm", 320, 20, 32)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvxfer
+from kvxfer.cli import _bench_parsers
 from kvxfer.cli._errors import CommandError
 
 __all__ = ["main"]
@@ -144,6 +145,14 @@ def _bench(commands: Any) -> None:
         metavar="N",
         help="hand-offs to measure over, four at a time (default: %(default)s)",
     )
+    post.add_argument(
+        "--by-tokens",
+        type=_at_least(1),
+        nargs="+",
+        default=[1000, 2000, 8000, 32_000, 128_000],
+        metavar="N",
+        help="sizes of single calls that move nothing (default: 1000 2000 8000 32000 128000)",
+    )
     _add_fabric(post)
     _add_json(post)
     post.set_defaults(module="kvxfer.cli.bench_post")
@@ -173,6 +182,7 @@ def _bench(commands: Any) -> None:
     )
     _add_json(plan)
     plan.set_defaults(module="kvxfer.cli.bench_plan")
+    _bench_parsers.add(benches, _at_least, _add_json)
 
 
 # Rules of the safety contract that can be broken on purpose: `Flaw` in rust/kvxfer-proto says what each does.

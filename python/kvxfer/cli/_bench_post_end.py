@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import kvxfer as kx
-from kvxfer.cli._loopback import AT_ONCE, PAGE_TOKENS, WARM_UP, End, Fabric, shuffled
+from kvxfer.cli._loopback import AT_ONCE, PAGE_TOKENS, WARM_UP, End, Fabric, Side, shuffled
 from kvxfer.cli._worker import Link, run
 
 # Far longer than a transfer thread spins before it sleeps (`spin_us`, 50 by default).
@@ -29,6 +29,8 @@ _PAGE_COUNTS = (125, 250, 500, 1000, 2000)
 _CALLS = 300
 # Orders and cancels that may be under way, far from filling the queue.
 _BATCH = 50
+# So many calls of one size in a row: far from filling the queue.
+_TOGETHER = 10
 _POLLS = 20_000
 _WAKES = 100
 
@@ -107,33 +109,78 @@ def _drain(agent: kx.Agent, rooms: int) -> None:
         rooms -= sum(event.released for event in agent.poll())
 
 
-def _by_pages(fabric: Fabric) -> list[dict[str, Any]]:
+def _pages_agent(fabric: Fabric, side: Side, most: int) -> kx.Agent:
+    """An agent whose rooms are never asked for, with memory for `most` pages."""
+    pool = kx.alloc(_ONE_LAYER, kx.Shard(), pages=most, fabric=fabric)
+    return kx.Agent("pages", _ONE_LAYER, kx.Shard(), memory=pool, role=side, fabric=fabric, engine="pages")
+
+
+def _by_pages(agent: kx.Agent) -> list[dict[str, Any]]:
     """What `push` costs by the number of pages, as array and as list: pushes that no peer asks for."""
     clock = time.perf_counter_ns
-    pool = kx.alloc(_ONE_LAYER, kx.Shard(), pages=max(_PAGE_COUNTS), fabric=fabric)
     out = []
-    with kx.Agent("pages", _ONE_LAYER, kx.Shard(), memory=pool, role="prefill", fabric=fabric) as agent:
 
-        def push(pages: Any, tokens: int) -> int:
-            room = kx.new_room()
+    def push(pages: Any, tokens: int) -> int:
+        room = kx.new_room()
+        begin = clock()
+        agent.push(room, pages, tokens=tokens)
+        took = clock() - begin
+        agent.cancel(room)
+        return took
+
+    for count in _PAGE_COUNTS:
+        array = shuffled(max(_PAGE_COUNTS), count, seed=3)
+        numbers = [int(page) for page in array]
+        took: dict[str, list[int]] = {"array_ns": [], "list_ns": []}
+        # In turns, so that a slow moment of the machine hits both alike.
+        for call in range(_CALLS):
+            took["array_ns"].append(push(array, count * PAGE_TOKENS))
+            took["list_ns"].append(push(numbers, count * PAGE_TOKENS))
+            if (call + 1) % (_BATCH // 2) == 0:
+                _drain(agent, _BATCH)
+        out.append({"pages": count, **took})
+    return out
+
+
+def _by_tokens(agent: kx.Agent, sizes: list[int], source: str | None) -> list[dict[str, Any]]:
+    """Calls of each size, as array and as list: pushes, or with a source grants, which are cancelled at once.
+
+    Ten in a row, which may find the transfer thread awake or asleep: what waking it costs is measured apart.
+    """
+    clock = time.perf_counter_ns
+    most = agent.pages[0]
+    took: list[dict[str, list[int]]] = [{"array_ns": [], "list_ns": [], "poll_ns": []} for _ in sizes]
+    ids: list[list[Any]] = []
+    for tokens in sizes:
+        array = shuffled(most, -(-tokens // PAGE_TOKENS), seed=4)
+        ids.append([array, array.tolist()])
+
+    def one(pages: Any, tokens: int) -> int:
+        room = kx.new_room()
+        if source is None:
             begin = clock()
             agent.push(room, pages, tokens=tokens)
-            took = clock() - begin
-            agent.cancel(room)
-            return took
+        else:
+            begin = clock()
+            agent.expect(room, pages, tokens=tokens, source=source)
+        end = clock()
+        agent.cancel(room)
+        return end - begin
 
-        for count in _PAGE_COUNTS:
-            array = shuffled(max(_PAGE_COUNTS), count, seed=3)
-            numbers = [int(page) for page in array]
-            took: dict[str, list[int]] = {"array_ns": [], "list_ns": []}
-            # In turns, so that a slow moment of the machine hits both alike.
-            for call in range(_CALLS):
-                took["array_ns"].append(push(array, count * PAGE_TOKENS))
-                took["list_ns"].append(push(numbers, count * PAGE_TOKENS))
-                if (call + 1) % (_BATCH // 2) == 0:
-                    _drain(agent, _BATCH)
-            out.append({"pages": count, **took})
-    return out
+    # All sizes in turns, so that a slow moment of the machine hits them alike.
+    for _ in range(_CALLS // _TOGETHER):
+        for tokens, (array, numbers), times in zip(sizes, ids, took, strict=True):
+            for kind, pages in (("array_ns", array), ("list_ns", numbers)):
+                times[kind] += [one(pages, tokens) for _ in range(_TOGETHER)]
+                left = _TOGETHER
+                while left:
+                    begin = clock()
+                    events = agent.poll()
+                    end = clock()
+                    if len(events) == 1:
+                        times["poll_ns"].append(end - begin)
+                    left -= sum(event.released for event in events)
+    return [{"tokens": tokens, **times} for tokens, times in zip(sizes, took, strict=True)]
 
 
 def _empty_polls(poll: Callable[[], list[kx.Event]]) -> list[int]:
@@ -169,12 +216,17 @@ def _work(link: Link, config: dict[str, Any]) -> None:
         right = pushes or end.is_filled()
         link.send("handed-off", rooms=rooms, right=right, clock_ns=_clock_ns())
         # The other side is idle during what follows.
-        link.receive()
-        if pushes:
-            link.send("measured", by_pages=_by_pages(config["fabric"]))
-        else:
-            link.send("measured", poll_ns=_empty_polls(agent.poll), wake_ns=_wake_ns())
-        link.receive()
+        go = link.receive()
+        most = max(*_PAGE_COUNTS, *(-(-tokens // PAGE_TOKENS) for tokens in config["by_tokens"]))
+        with _pages_agent(config["fabric"], config["side"], most) as pages:
+            if pushes:
+                by_tokens = _by_tokens(pages, config["by_tokens"], None)
+                link.send("measured", by_pages=_by_pages(pages), by_tokens=by_tokens, address=pages.address)
+            else:
+                by_tokens = _by_tokens(pages, config["by_tokens"], go["source"])
+                said = {"poll_ns": _empty_polls(agent.poll), "wake_ns": _wake_ns()}
+                link.send("measured", **said, by_tokens=by_tokens)
+            link.receive()
 
 
 if __name__ == "__main__":

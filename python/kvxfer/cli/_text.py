@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["Counter", "print_json", "progress", "quantity", "size", "table"]
+__all__ = ["Counter", "aligned", "print_json", "progress", "prose", "quantity", "size", "table"]
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
@@ -25,6 +26,23 @@ def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
         cells = [cell.ljust(widths[i]) if i < len(row) - 1 else cell for i, cell in enumerate(row)]
         text.append((indent + "  ".join(cells)).rstrip())
     return "\n".join(text)
+
+
+def aligned(rows: Sequence[Sequence[str]], texts: int) -> str:
+    """A table whose columns after the first `texts` are numbers."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return table(
+        [
+            cell.ljust(width) if i < texts else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    )
+
+
+def prose(text: str) -> str:
+    """A paragraph in lines that fit a terminal."""
+    return textwrap.fill(text, 110)
 
 
 def size(count: float) -> str:

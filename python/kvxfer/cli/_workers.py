@@ -37,13 +37,14 @@ class _Worker:
         inbox: queue.SimpleQueue[tuple[str, Message | None]],
         env: Mapping[str, str] | None,
         pass_fds: Sequence[int],
+        python: str,
     ) -> None:
         self.name = name
         self.ended = False
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         # In a session of its own, so that a Ctrl-C reaches the command only, which then ends its workers.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [python, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -144,9 +145,10 @@ class Workers:
         *,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        python: str = sys.executable,
     ) -> None:
         """Starts `python -m module` and sends it its configuration."""
-        worker = _Worker(name, module, self._inbox, env, pass_fds)
+        worker = _Worker(name, module, self._inbox, env, pass_fds, python)
         self._workers[name] = worker
         worker.send(config)
 
@@ -203,6 +205,11 @@ class Workers:
             self._check(name, said)
             return None
         return name, said
+
+    def signal(self, names: Iterable[str], number: signal.Signals) -> None:
+        """Sends a signal to each of these workers."""
+        for name in names:
+            self._workers[name].process.send_signal(number)
 
     def kill(self, name: str) -> None:
         """SIGKILL, and back when the worker is gone; that is no failure then."""

@@ -44,6 +44,23 @@ fn one_source_and_two_faults_end_the_same_ways() {
     }
 }
 
+/// Stops wait for time to pass: the walk in which they do not, nor leaves out any other order, ends the same ways. (The
+/// walk that makes no states one cannot have a stop: see above.)
+#[test]
+fn stops_end_the_same_ways() {
+    let stop = |family| Setup { kinds: vec![FaultKind::Stop], ..Setup::new(family, 1) };
+    let mut setups: Vec<Setup> = Family::ALL.map(|f| Setup { sources: 1, ..stop(f) }).to_vec();
+    setups.push(Setup { in_order: true, ..stop(Family::WritesUnfenced) });
+    for setup in setups {
+        let more = explore(&Setup { reduced: Reduction::States, ..setup.clone() }, LIMIT).unwrap();
+        let less = explore(&setup, LIMIT).unwrap();
+        assert!(more.complete && less.complete, "{setup:?}: {:?} {:?}", more.found, less.found);
+        assert_eq!(more.outcomes, less.outcomes, "{setup:?}");
+        assert!(less.states < more.states && less.outcomes.len() > 3);
+        println!("{} states of {}, {} outcomes", less.states, more.states, less.outcomes.len());
+    }
+}
+
 /// A broken rule is found both ways or neither way, property by property.
 #[test]
 fn broken_variants_are_caught_either_way() {

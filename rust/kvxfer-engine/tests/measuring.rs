@@ -252,3 +252,26 @@ fn ucx_a_kind_of_peer_is_measured_once_and_one_peer_at_a_time() {
         assert!(!after.was_measured(), "its kind is known");
     }
 }
+
+#[test]
+fn ucx_a_peer_that_came_while_another_was_measured_is_measured_at_its_first_push_since() {
+    if !ucx_is_here() {
+        return;
+    }
+    let p = prefill();
+    let (mut d, mut beside) = (Decode::new(&p, 100), Decode::new(&p, 101));
+    beside.attach(false);
+    beside.until_attached();
+    d.answers = false;
+    let began = Instant::now();
+    d.attach(true);
+    d.until("a measurement", Decode::was_measured);
+    beside.attach(true);
+    beside.until_attached();
+    let at_once = began.elapsed() < WAIT;
+    assert!(!at_once || !beside.was_measured());
+    d.until_attached();
+    let (_, direct) = hand_off(&p, &mut beside, 1);
+    assert!(!at_once || direct == 1, "nothing was known yet");
+    beside.until("a measurement", Decode::was_measured);
+}

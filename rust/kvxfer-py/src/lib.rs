@@ -5,6 +5,7 @@
 mod agent;
 mod args;
 mod bench;
+mod bench_copy;
 mod doctor;
 mod errors;
 mod event;
@@ -57,6 +58,7 @@ fn _kvxfer(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(plan::plan_transfer, m)?)?;
     m.add_function(wrap_pyfunction!(simulate::simulate, m)?)?;
     m.add_function(wrap_pyfunction!(bench::_bench_plan, m)?)?;
+    m.add_function(wrap_pyfunction!(bench_copy::_bench_copy, m)?)?;
     m.add_function(wrap_pyfunction!(_after_fork_in_child, m)?)?;
     doctor::register(m)?;
     Ok(())

@@ -110,8 +110,12 @@ impl World {
     /// Whether a process may still forget a peer that is alive, and by the number of its own fences know it again. That
     /// takes time without a session, and who runs and is dialled has one before time passes.
     fn may_forget(&self) -> bool {
-        let later = |k: &FaultKind| matches!(k, FaultKind::Timeout | FaultKind::Stop);
-        self.faults_left > 0 && self.setup.kinds.iter().any(later) || self.procs.iter().any(|p| p.stopped)
+        let later = |k: &FaultKind| match k {
+            FaultKind::Timeout => self.faults_left > 0,
+            FaultKind::Stop => self.stops_left > 0,
+            _ => false,
+        };
+        self.setup.kinds.iter().any(later) || self.procs.iter().any(|p| p.stopped)
     }
 
     fn renumber_generations(&mut self, at: usize, s: PeerKey, d: PeerKey) -> bool {

@@ -206,8 +206,7 @@ pub fn explore_and_tell(
         let steps = path
             .iter()
             .filter_map(|l| Some(l.steps.get(l.next.checked_sub(1)?)?.0.clone()))
-            // An oath takes nothing away from what the others can do: the path is one without it, too.
-            .filter(|s| !matches!(s, Step::Doom(_)))
+            .flat_map(Step::plainly)
             .collect();
         Counterexample { setup: setup.clone(), steps, violation }
     });

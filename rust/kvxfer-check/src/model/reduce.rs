@@ -2,7 +2,8 @@
 //!
 //! In some states only the steps of one *set* are walked, and all others wait (a persistent set, in the words of
 //! partial-order reduction). It loses nothing if on every path from there the first step that is of the set, could have
-//! come at once, with all others after it, and would have led to the same. There are two such sets.
+//! come at once, with all others after it, and would have led to the same. There are three such sets. And a stop is
+//! walked only where it matters.
 //!
 //! # What is left of a dead destination
 //!
@@ -36,6 +37,21 @@
 //! * *Nobody waits for ever.* Each of these steps takes a message or an order that waits for the source; only others
 //!   bring new ones. So after finitely many steps everybody is walked again, and a cycle has such a state in it.
 //!
+//! # A source, once the destination's work is over
+//!
+//! No fault is left, every room that the destination has or will have is over there and its page given back, and nothing
+//! is copied: then what it and one source still say to each other has nothing to do with the other source. The set is all
+//! steps of the one and with the one. A page that nobody holds makes every write that lands a violation, in any order. Slots
+//! are shared beyond that, so this is not for pushes that go packed.
+//!
+//! # Stops
+//!
+//! Nobody sees that a process is stopped but by the time that passes: until then it is one that takes no step. So a stop
+//! can wait until nothing else is left to happen, and then time passes or the path ends; and one that is continued before
+//! time has passed was not stopped. A process that is continued takes its steps after time has passed and before it passes
+//! again, so it may as well be continued at once ([`Step::Awake`]). A calm source is stopped at once: its other steps are
+//! the set. Nothing is asked of a process that is never continued, so what it did last does not matter.
+//!
 //! All this is about the world's rules, so tests walk small worlds both ways: the same ends are reached, and the same
 //! rules are broken in the broken variants.
 
@@ -55,12 +71,63 @@ impl World {
             let sources = || self.setup.addresses().filter(|at| *at != D && !self.procs[*at].stopped);
             let found = sources()
                 .find_map(|at| self.leftovers(at, &all))
-                .or_else(|| sources().filter(|at| self.is_calm(*at)).find_map(|at| self.alone(at, &all)));
-            if let Some(found) = found {
-                return found;
-            }
+                .or_else(|| sources().filter(|at| self.is_calm(*at)).find_map(|at| self.alone(at, &all)))
+                .or_else(|| self.after_work(&all));
+            return found.unwrap_or_else(|| self.stops_in_time(all));
         }
         all.into_iter().map(|s| (s, None)).collect()
+    }
+
+    /// Whether nothing will ever be written for the destination again, and no fault is left.
+    fn is_work_over(&self) -> bool {
+        let d = &self.procs[D];
+        let over = |r: usize| self.is_gone(r) || d.rooms[r].is_over() && d.rooms[r].released > 0;
+        self.faults_left == 0 && !d.resolving && d.running.is_empty() && (0..d.rooms.len()).all(over)
+    }
+
+    /// The steps between the destination and one source, once no room is left that it shares with another.
+    fn after_work(&self, all: &[Step]) -> Option<Walked> {
+        if self.setup.family.is_packed() || !self.is_work_over() {
+            return None;
+        }
+        let of = |at: usize| all.iter().filter(move |s| s.source() == Some(at));
+        let at = self.setup.addresses().find(|at| of(*at).any(|s| !self.is_optional(s)))?;
+        (at != D).then(|| of(at).map(|s| (s.clone(), None)).collect())
+    }
+
+    /// Of these steps, stops only where they matter, and continuations only with the time that they waited for.
+    fn stops_in_time(&self, all: Vec<Step>) -> Walked {
+        let stopped = [0, 1, 2].map(|at| self.procs[at].stopped);
+        let mut out = Walked::new();
+        for step in all {
+            match step {
+                Step::Continue(_) => {}
+                Step::Stop(at) => {
+                    if self.lets_time_pass(at) {
+                        out.push((step, None));
+                    }
+                }
+                Step::Elapse(at, wait) => {
+                    out.push((step, None));
+                    let continued = (1..8).map(|set: u8| [0, 1, 2].map(|who| set & (1 << who) != 0));
+                    let continued = continued.filter(|set| (0..=D).all(|who| stopped[who] || !set[who]));
+                    out.extend(continued.map(|set| (Step::Awake(at, wait, set), None)));
+                }
+                step => out.push((step, None)),
+            }
+        }
+        out
+    }
+
+    /// Whether all that can happen once this process is stopped is that time passes, or that others are stopped and it
+    /// does.
+    fn lets_time_pass(&self, at: usize) -> bool {
+        let Some(next) = self.after(&Step::Stop(at)) else { return false };
+        let steps = next.steps();
+        let passes = steps.iter().any(|s| matches!(s, Step::Elapse(..)));
+        passes
+            || next.is_end(&steps)
+            || steps.iter().any(|s| matches!(s, Step::Stop(other) if next.lets_time_pass(*other)))
     }
 
     /// Whether the destination that is alive knows nothing of this room, and never will.

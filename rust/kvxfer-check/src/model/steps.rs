@@ -35,6 +35,8 @@ pub enum Step {
     Doom(usize),
     /// Time passes, since nothing else can happen.
     Elapse(usize, Wait),
+    /// Time passes, and then these processes are continued.
+    Awake(usize, Wait, [bool; 3]),
     // Faults.
     Cancel(usize, usize),
     RunOut(usize, Wait),
@@ -61,6 +63,19 @@ impl Step {
         })
     }
 
+    /// The same in the steps of a walk that leaves nothing out.
+    pub(crate) fn plainly(self) -> Vec<Self> {
+        match self {
+            // An oath takes nothing away from what the others can do: the path is one without it, too.
+            Self::Doom(_) => Vec::new(),
+            Self::Awake(at, wait, continued) => {
+                let them = (0..=D).filter(|who| continued[*who]).map(Self::Continue);
+                std::iter::once(Self::Elapse(at, wait)).chain(them).collect()
+            }
+            step => vec![step],
+        }
+    }
+
     /// The process that takes this step.
     pub(crate) fn actor(&self) -> Option<usize> {
         match self {
@@ -74,6 +89,18 @@ impl Step {
             | Self::DeathSeen(at, _)
             | Self::Settled(at, _) => Some(*at),
             _ => None,
+        }
+    }
+
+    /// The source that takes this step, or with which the destination does. Faults and time have none.
+    pub(crate) fn source(&self) -> Option<usize> {
+        let named = |who: &Incarnation| Some(address(*who));
+        match self {
+            Self::Read(D, c) | Self::EndOfFile(D, c) => named(&c.0[1]),
+            Self::Dial(key) | Self::FenceDone(D, key) | Self::Broken(D, key) => named(&key.incarnation),
+            Self::DeathSeen(D, who) | Self::Settled(D, who) => named(who),
+            Self::Land(w) => named(&w.0.from),
+            step => step.actor().filter(|at| *at != D),
         }
     }
 
@@ -314,6 +341,7 @@ impl World {
                         self.conns.iter().filter(|c| c.is_whole()).map(|c| Step::Cut((c.who, c.serial))),
                     );
                 }
+                FaultKind::Stop if self.stops_left == 0 => {}
                 FaultKind::Stop => {
                     out.extend(self.setup.addresses().filter(|at| !self.procs[*at].stopped).map(Step::Stop));
                 }
@@ -351,6 +379,10 @@ impl World {
     fn apply(&mut self, step: &Step) -> Option<[bool; 3]> {
         if step.fault().is_some() {
             self.faults_left = self.faults_left.checked_sub(1)?;
+            if matches!(step, Step::Stop(_)) {
+                self.stops_left = self.stops_left.checked_sub(1)?;
+            }
+            self.stops_left = self.stops_left.min(self.faults_left);
             if step.singles_out().is_some() {
                 self.alike = false;
             }
@@ -438,6 +470,14 @@ impl World {
                 self.order(*at, |n| n.run_out(NOW, *wait));
                 touched[*at] = true;
             }
+            Step::Awake(at, wait, continued) => {
+                self.order(*at, |n| n.run_out(NOW, *wait));
+                touched = *continued;
+                touched[*at] = true;
+                for who in self.setup.clone().addresses().filter(|who| continued[*who]) {
+                    self.proc(who).stopped = false;
+                }
+            }
             Step::Cancel(at, r) => {
                 let seen = &mut self.proc(*at).rooms[*r];
                 seen.cancelled = true;
@@ -502,10 +542,13 @@ impl World {
         Some(Violation { property: Property::FaultFreeRoomsSucceed, text })
     }
 
-    /// How every room stands at every process, and how the process does, in short.
+    /// How every room stands at every process, in short. Of a process that is never continued nothing is asked.
     pub(crate) fn outcome(&self) -> String {
         let of = |at: usize| {
             let p = &self.procs[at];
+            if p.stopped {
+                return format!("{} stopped", self.name(at));
+            }
             let rooms = p.rooms.map(|s| {
                 let end = match (s.success, s.failed) {
                     (0, 0) => "open",
@@ -514,8 +557,7 @@ impl World {
                 };
                 format!("{end}/{}", s.released)
             });
-            let stopped = if p.stopped { " stopped" } else { "" };
-            format!("{} {}{stopped}", self.name(at), rooms.join(" "))
+            format!("{} {}", self.name(at), rooms.join(" "))
         };
         self.setup.addresses().map(of).collect::<Vec<_>>().join(", ")
     }
@@ -688,6 +730,9 @@ impl fmt::Display for Words<'_> {
             Step::Doom(at) => write!(f, "{}: does nothing until its connection is lost", name(at)),
             Step::Continue(at) => write!(f, "{}: is continued", name(at)),
             Step::Elapse(at, wait) => write!(f, "{}: time runs out for {}", name(at), self.wait(*wait)),
+            Step::Awake(at, wait, _) => {
+                write!(f, "{}: time runs out for {}, and who was stopped goes on", name(at), self.wait(*wait))
+            }
             Step::Cancel(at, r) => write!(f, "FAULT {}: the engine cancels room {}", name(at), room(*r)),
             Step::RunOut(at, wait) => write!(f, "FAULT {}: time runs out for {}", name(at), self.wait(*wait)),
             Step::Restart(at) => write!(f, "FAULT {}: is killed and another starts in its place", name(at)),

@@ -144,6 +144,8 @@ pub struct Setup {
     pub faults: u8,
     /// Which kinds.
     pub kinds: Vec<FaultKind>,
+    /// Stops among them, at most.
+    pub stops: u8,
     /// Writes of one push to one destination.
     pub pieces: u8,
     /// Sources, one or two.
@@ -169,6 +171,7 @@ impl Setup {
             family,
             faults,
             kinds: FaultKind::ALL.to_vec(),
+            stops: faults,
             pieces: 1,
             in_order: false,
             reduced: Reduction::Orders,
@@ -403,6 +406,8 @@ pub struct World {
     pub(crate) conns: Vec<Arc<Conn>>,
     pub(crate) writes: Vec<Write>,
     pub(crate) faults_left: u8,
+    /// Of these, stops.
+    pub(crate) stops_left: u8,
     /// No fault has told the sources apart yet.
     pub(crate) alike: bool,
     /// What must never happen and did.
@@ -527,6 +532,7 @@ impl World {
         ];
         let mut world = Self {
             faults_left: setup.faults,
+            stops_left: setup.stops.min(setup.faults),
             setup: Arc::new(setup),
             procs,
             prints: [0; 3],
@@ -616,6 +622,6 @@ impl World {
     /// A number that states share only if they are the same.
     #[must_use]
     pub fn fingerprint(&self) -> u128 {
-        Fp::of(&(self.prints, &self.conns, &self.writes, self.faults_left, self.alike))
+        Fp::of(&(self.prints, &self.conns, &self.writes, self.faults_left, self.stops_left, self.alike))
     }
 }

@@ -92,6 +92,8 @@ pub(super) struct Lane {
     /// Once it is measured.
     cost: Option<Cost>,
     probe: Option<Box<Probe>>,
+    /// It could not be measured: it is not tried again.
+    given_up: bool,
 }
 
 impl Packer {
@@ -278,17 +280,12 @@ impl Driver {
     /// Prefill's side: the peer has a ring. Begins to measure what writing to it takes; [`Driver::attached`] follows when
     /// that is done. False if nothing of the kind comes.
     pub(super) fn open_lane(&mut self, now: Time, key: PeerKey, offer: &[u8]) -> bool {
-        if self.staging.config.mode == StagingMode::Never {
+        // Nor can memory on a device be packed here.
+        if self.staging.config.mode == StagingMode::Never || !self.staging.may_offer {
             return false;
         }
         match self.make_lane(key, offer) {
-            Ok(opened) => {
-                let measures = opened && self.probe(now, key);
-                if measures {
-                    self.retries.insert((now.after(PROBE_WAIT), Retry::Measure(key)));
-                }
-                measures
-            }
+            Ok(opened) => opened && self.begin_probe(now, key),
             Err(e) => {
                 tracing::warn!(error = %e, "a staging ring cannot be used: pushes of small runs go as single writes");
                 false
@@ -322,24 +319,59 @@ impl Driver {
             return Err(bad(why));
         }
         self.node.handle_peer_ring(key, slot_bytes, slots).map_err(|e| bad(e.to_string()))?;
+        let like = self.likeness(key, slot_bytes);
+        let cost = self.staging.known_cost(&like);
+        let probe =
+            if self.staging.measures(&like) { Some(self.new_probe(key, slot_bytes, true)?) } else { None };
+        let measures = probe.is_some();
+        if let Some(e) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) {
+            e.lane = Some(Lane { region, slot_bytes, slots, like, cost, probe, given_up: false });
+        }
+        Ok(measures)
+    }
+
+    /// A peer that came while another was measured is measured at its first push since.
+    fn measure_now(&mut self, now: Time, key: PeerKey) {
+        let lane = self.peers.get(&key).and_then(|io| io.endpoint.as_ref()?.lane.as_ref());
+        let Some(lane) = lane.filter(|l| l.cost.is_none() && l.probe.is_none() && !l.given_up) else {
+            return;
+        };
+        if !self.staging.measures(&lane.like) {
+            return;
+        }
+        let probe = self.new_probe(key, lane.slot_bytes, false);
+        let Some(lane) = self.lane_mut(key) else { return };
+        match probe {
+            Ok(probe) => {
+                lane.probe = Some(probe);
+                self.begin_probe(now, key);
+            }
+            Err(e) => {
+                lane.given_up = true;
+                tracing::warn!(error = %e, "what writing to a peer takes cannot be measured");
+            }
+        }
+    }
+
+    pub(super) fn lane_mut(&mut self, key: PeerKey) -> Option<&mut Lane> {
+        self.peers.get_mut(&key)?.endpoint.as_mut()?.lane.as_mut()
+    }
+
+    fn begin_probe(&mut self, now: Time, key: PeerKey) -> bool {
+        let measures = self.probe(now, key);
+        if measures {
+            self.retries.insert((now.after(PROBE_WAIT), Retry::Measure(key)));
+        }
+        measures
+    }
+
+    fn new_probe(&self, key: PeerKey, slot_bytes: u64, answers: bool) -> Result<Box<Probe>, FabricError> {
         let mut pieces = Vec::new();
         if let Some(mut cursor) = self.sample_of(key) {
             cursor.fill(&mut pieces, self.staging.slice_bytes.min(slot_bytes) / 2, PROBE_PIECES);
         }
-        let like = self.likeness(key, slot_bytes);
-        if !self.staging.measures(&like) {
-            if let Some(e) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) {
-                let cost = self.staging.known_cost(&like);
-                e.lane = Some(Lane { region, slot_bytes, slots, like, cost, probe: None });
-            }
-            return Ok(false);
-        }
         let first = self.first_pack(&pieces)?;
-        let probe = Probe::new(pieces, first);
-        if let Some(e) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) {
-            e.lane = Some(Lane { region, slot_bytes, slots, like, cost: None, probe: Some(Box::new(probe)) });
-        }
-        Ok(true)
+        Ok(Box::new(Probe::new(pieces, first, answers)))
     }
 
     /// Prefill's side: whether this delivery goes packed, and in slices of how many bytes at most.
@@ -347,6 +379,7 @@ impl Driver {
         if key.direction != Direction::TheyGrant || cursor.total_bytes() == 0 {
             return None;
         }
+        self.measure_now(now, key);
         let io = self.peers.get(&key)?;
         let lane = io.endpoint.as_ref()?.lane.as_ref()?;
         let slice_bytes = self.staging.slice_bytes.min(lane.slot_bytes);

@@ -1,7 +1,7 @@
 //! Staging slots within a node: who waits for ours, and what we hold of others'.
 
 use super::{DeliveryId, Node, PeerKey};
-use crate::ids::{PushId, Room, Time};
+use crate::ids::{PushId, Room, Seq, Time};
 use crate::msg::{Credit, Msg};
 use crate::staging::{Credits, Lease, Slot, Slots, StagingError};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -313,7 +313,7 @@ impl Node {
     }
 
     /// A sender has said its last word on a room: whatever it was lent for it is free.
-    pub(super) fn slots_drained(&mut self, now: Time, key: PeerKey, room: Room, upto: crate::ids::Seq) {
+    pub(super) fn slots_drained(&mut self, now: Time, key: PeerKey, room: Room, upto: Seq) {
         if let Some(ring) = &mut self.ring {
             ring.stop_wanting(room, key, None);
             if ring.slots.drained(key, room, upto) > 0 {

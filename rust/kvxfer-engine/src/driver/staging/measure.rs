@@ -43,10 +43,12 @@ pub(super) struct Probe {
     large: Duration,
     /// Of messages to the peer and back, on the control channel.
     words: Vec<Duration>,
+    /// The peer waits for it to be over.
+    answers: bool,
 }
 
 impl Probe {
-    pub(super) fn new(pieces: Vec<Piece>, first: Duration) -> Self {
+    pub(super) fn new(pieces: Vec<Piece>, first: Duration, answers: bool) -> Self {
         Self {
             bytes: pieces.iter().map(|p| p.len).sum(),
             pieces,
@@ -57,6 +59,7 @@ impl Probe {
             small: Duration::MAX,
             large: Duration::MAX,
             words: Vec::new(),
+            answers,
         }
     }
 }
@@ -186,13 +189,14 @@ impl Driver {
 
     /// A measurement whose end does not come is given up, and the peer answered without it.
     pub(in crate::driver) fn stop_measuring(&mut self, now: Time, key: PeerKey) {
-        let endpoint = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut());
-        if endpoint.and_then(|e| e.lane.as_mut()?.probe.take()).is_none() {
-            return;
-        }
+        let Some(lane) = self.lane_mut(key) else { return };
+        let Some(probe) = lane.probe.take() else { return };
+        lane.given_up = true;
         tracing::warn!("measuring what writes to a peer take was given up: its pushes go as single writes");
         self.staging.drop_probe(key);
-        self.attached(now, key);
+        if probe.answers {
+            self.attached(now, key);
+        }
     }
 
     /// What peers this one is like.
@@ -259,10 +263,15 @@ impl Driver {
                 lane.cost = Some(cost);
                 self.staging.learn_cost(lane.like.clone(), cost);
             }
-            Ok(_) => {}
-            Err(e) => tracing::warn!(error = %e, "what copying takes cannot be measured"),
+            Ok(_) => lane.given_up = true,
+            Err(e) => {
+                lane.given_up = true;
+                tracing::warn!(error = %e, "what copying takes cannot be measured");
+            }
         }
-        self.attached(now, key);
+        if probe.answers {
+            self.attached(now, key);
+        }
     }
 }
 

@@ -1,0 +1,79 @@
+"""A plot as SVG, with nothing but text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+__all__ = ["Line", "plot"]
+
+_WIDTH, _HEIGHT = 720, 440
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 50, 60
+# Okabe and Ito's, which people with any sight of colours can tell apart.
+_COLOURS = ("#000000", "#0072b2", "#009e73", "#d55e00")
+_TICKS = 6
+
+
+class Line(NamedTuple):
+    """Points of one kind: (x, y, low, high)."""
+
+    name: str
+    points: Sequence[tuple[float, float, float, float]]
+
+
+def plot(title: str, x: str, y: str, lines: Sequence[Line]) -> str:
+    """Lines with intervals over an axis whose places are the x values there are, evenly apart."""
+    places = sorted({point[0] for line in lines for point in line.points})
+    low = min(point[2] for line in lines for point in line.points)
+    high = max(point[3] for line in lines for point in line.points)
+    if high <= low:
+        high = low + 1
+    pad = (high - low) * 0.08
+    low, high = low - pad, high + pad
+
+    def at_x(value: float) -> float:
+        step = (_WIDTH - _LEFT - _RIGHT) / max(1, len(places) - 1)
+        return _LEFT + places.index(value) * step
+
+    def at_y(value: float) -> float:
+        return _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    def text(where: tuple[float, float], words: str, more: str = "") -> str:
+        return f'<text x="{where[0]:.1f}" y="{where[1]:.1f}" {more}>{escape(words)}</text>'
+
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="sans-serif" font-size="13">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        text((_LEFT, 28), title, 'font-size="15"'),
+        text(((_LEFT + right) / 2, _HEIGHT - 18), x, 'text-anchor="middle"'),
+        text(
+            (18, (_TOP + bottom) / 2),
+            y,
+            f'text-anchor="middle" transform="rotate(-90 18 {(_TOP + bottom) / 2})"',
+        ),
+    ]
+    for i in range(_TICKS):
+        value = low + (high - low) * i / (_TICKS - 1)
+        height = f"{at_y(value):.1f}"
+        out.append(f'<line x1="{_LEFT}" x2="{right}" y1="{height}" y2="{height}" stroke="#dddddd"/>')
+        out.append(text((_LEFT - 8, at_y(value) + 4), f"{value:.2f}", 'text-anchor="end"'))
+    for place in places:
+        out.append(text((at_x(place), bottom + 20), f"{place:g}", 'text-anchor="middle"'))
+    for number, line in enumerate(lines):
+        colour = _COLOURS[number % len(_COLOURS)]
+        joined = " ".join(f"{at_x(px):.1f},{at_y(py):.1f}" for px, py, _, _ in line.points)
+        out.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for px, py, least, most in line.points:
+            out.append(
+                f'<line x1="{at_x(px):.1f}" x2="{at_x(px):.1f}" y1="{at_y(least):.1f}" y2="{at_y(most):.1f}" '
+                f'stroke="{colour}"/>'
+            )
+            out.append(f'<circle cx="{at_x(px):.1f}" cy="{at_y(py):.1f}" r="3.5" fill="{colour}"/>')
+        key = _TOP + 10 + 22 * number
+        ends = f'x1="{right + 16}" x2="{right + 40}" y1="{key}" y2="{key}"'
+        out.append(f'<line {ends} stroke="{colour}" stroke-width="2"/>')
+        out.append(text((right + 46, key + 4), line.name))
+    return "\n".join([*out, "</svg>", ""])
