@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 import kvxfer as kx
 from kvxfer import _kvxfer
-from kvxfer.cli._loopback import ROOM_S, Fabric, Side
+from kvxfer.cli._loopback import Fabric, Side, Waits
 
 __all__ = [
     "LAYERS",
@@ -47,8 +47,6 @@ ROW_BYTES = 256
 _MIX = 0x9E3779B97F4A7C15
 # The kernel's limit of pieces a call.
 _IOV_MAX = 1024
-# Asking a state costs the prefill side's core, which the other side may be copying on.
-_ASK_S = 2e-4
 
 
 def layout_of(layers: int, page_tokens: int, order: str = "HND") -> kx.PageLayout:
@@ -176,7 +174,7 @@ class Pages:
             region.reshape(-1, self.page_bytes)[to] = 0xA5
 
 
-class Rank(Pages):
+class Rank(Pages, Waits):
     """Memory, an agent over it and, at decode, a second memory of the same kind to copy from.
 
     Args:
@@ -189,6 +187,9 @@ class Rank(Pages):
         copies: whether decode needs a second memory for `copy_ns`.
         options: more for `kvxfer.Agent`.
     """
+
+    #: Asking a state costs the prefill side's core, which the other side may be copying on.
+    ask_s = 2e-4
 
     def __init__(
         self,
@@ -246,33 +247,6 @@ class Rank(Pages):
             here = [region.ctypes.data for region in self.regions]
             took += _readv_ns(pid, _vectors(here, dst, lens), _vectors(bases, src, lens))
         return took
-
-    def await_grants(self, rooms: Sequence[int]) -> None:
-        """Bootstraps rooms and waits until decode's grants for them are here.
-
-        Raises:
-            KvxferError: if a room fails, or the time is up.
-        """
-        for room in rooms:
-            self.agent.open(room)
-        deadline = time.monotonic() + ROOM_S
-        for room in rooms:
-            while self.agent.state(room) == "Bootstrapping":
-                if time.monotonic() > deadline:
-                    raise kx.TransferTimeout(f"no grant for room {room} in {ROOM_S:.0f} s")
-                time.sleep(_ASK_S)
-
-    def drain(self, rooms: Sequence[int], timeout: float = ROOM_S) -> list[kx.Event]:
-        """Waits for the rooms' ends and takes everything out of the completion queue.
-
-        Raises:
-            KvxferError: if a room fails, or the time is up.
-        """
-        events = [self.agent.wait(room, timeout) for room in rooms]
-        left = set(rooms)
-        while left:
-            left -= {event.room for event in self.agent.poll() if event.released}
-        return events
 
 
 def quiet() -> None:

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 import kvxfer as kx
 
-__all__ = ["AT_ONCE", "LAYOUT", "PAGE_TOKENS", "ROOM_S", "WARM_UP", "End", "Fabric", "Side", "shuffled"]
+__all__ = [
+    "AT_ONCE",
+    "LAYOUT",
+    "PAGE_TOKENS",
+    "ROOM_S",
+    "WARM_UP",
+    "End",
+    "Fabric",
+    "Side",
+    "Waits",
+    "shuffled",
+]
 
 Fabric: TypeAlias = Literal["shm", "ucx"]
 Side: TypeAlias = Literal["prefill", "decode"]
@@ -38,7 +49,42 @@ def shuffled(pool: int, count: int, seed: int) -> Pages:
     return np.random.default_rng(seed).permutation(pool)[:count].astype(np.int32)
 
 
-class End:
+class Waits:
+    """What both ends of a benchmark do with an agent."""
+
+    agent: kx.Agent
+    #: Seconds between two looks at a room that waits for its grant.
+    ask_s: ClassVar[float] = 20e-6
+
+    def await_grants(self, rooms: Sequence[int]) -> None:
+        """Bootstraps rooms and waits until decode's grants for them are here.
+
+        Raises:
+            KvxferError: if a room fails, or the time is up.
+        """
+        for room in rooms:
+            self.agent.open(room)
+        deadline = time.monotonic() + ROOM_S
+        for room in rooms:
+            while self.agent.state(room) == "Bootstrapping":
+                if time.monotonic() > deadline:
+                    raise kx.TransferTimeout(f"no grant for room {room} in {ROOM_S:.0f} s")
+                time.sleep(self.ask_s)
+
+    def drain(self, rooms: Sequence[int], timeout: float = ROOM_S) -> list[kx.Event]:
+        """Waits for the rooms' ends, and takes everything out of the completion queue.
+
+        Raises:
+            KvxferError: if a room fails, or the time is up.
+        """
+        events = [self.agent.wait(room, timeout) for room in rooms]
+        left = set(rooms)
+        while left:
+            left -= {event.room for event in self.agent.poll() if event.released}
+        return events
+
+
+class End(Waits):
     """One side: memory, page ids and an agent.
 
     Args:
@@ -99,33 +145,6 @@ class End:
         for layer, pair in enumerate(self.memory):
             for part, array in enumerate(pair):
                 yield layer, part, array.view(np.uint16)
-
-    def await_grants(self, rooms: Sequence[int]) -> None:
-        """Bootstraps rooms and waits until decode's grants for them are here.
-
-        Raises:
-            KvxferError: if a room fails, or the time is up.
-        """
-        for room in rooms:
-            self.agent.open(room)
-        deadline = time.monotonic() + ROOM_S
-        for room in rooms:
-            while self.agent.state(room) == "Bootstrapping":
-                if time.monotonic() > deadline:
-                    raise kx.TransferTimeout(f"no grant for room {room} in {ROOM_S:.0f} s")
-                time.sleep(20e-6)
-
-    def drain(self, rooms: Sequence[int]) -> list[kx.Event]:
-        """Waits for the rooms' ends, and takes everything out of the completion queue.
-
-        Raises:
-            KvxferError: if a room fails, or the time is up.
-        """
-        events = [self.agent.wait(room, ROOM_S) for room in rooms]
-        left = set(rooms)
-        while left:
-            left -= {event.room for event in self.agent.poll() if event.released}
-        return events
 
 
 def _contents(layer: int, part: int, count: int) -> npt.NDArray[np.uint16]:

@@ -90,8 +90,8 @@ impl LocalMemory {
             // after its one write has landed and before it is lent again), or pages that were granted to the room being
             // unpacked: the caller's plan is of that grant, and the node gives no page back before its unpacking has ended.
             // A caller that breaks this loses bytes of the engine's, as any write to registered memory would, but not
-            // memory safety: no reference to a region is made anywhere. `copy` allows for an overlap. A peer that breaks the protocol may write the source meanwhile:
-            // no reference to it is ever made, and each value of a byte is valid.
+            // memory safety: no reference to a region is made anywhere, and each value of a byte is valid, also if a peer that
+            // breaks the protocol writes the source meanwhile. `copy` allows for an overlap.
             unsafe {
                 std::ptr::copy(
                     std::ptr::with_exposed_provenance::<u8>(from),
