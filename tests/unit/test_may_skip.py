@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 from may_skip import MAY_SKIP, unexpected
 
 TESTS = pathlib.Path(__file__).parent.parent
@@ -24,12 +25,13 @@ def test_other_skips_are_unexpected() -> None:
     ]
 
 
-def test_an_unexpected_skip_fails_the_run(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_an_unexpected_skip_fails_the_run(tmp_path: pathlib.Path, processes: str) -> None:
     (tmp_path / "test_it.py").write_text("import pytest\ndef test_it():\n    pytest.skip('quietly')\n")
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     for check, code in (("0", 0), ("1", 1)):
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", processes, str(tmp_path)],
             env={"PYTHONPATH": str(TESTS / "support"), "KVXFER_CHECK_SKIPS": check, "PATH": "/usr/bin:/bin"},
             cwd=tmp_path,
             capture_output=True,
