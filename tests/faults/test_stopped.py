@@ -234,7 +234,40 @@ def test_a_receiver_is_stopped_while_the_source_closes(way: Way) -> None:
         assert time.monotonic() - began < 10
         assert left == [] or left[0]["room"] == room
         receiver.go_on()
-        failed = receiver.end(room)[0]
+        failed = receiver.event(room)
         assert failed["error"] in ("PeerLost", "Cancelled", "AgentClosed"), receiver.last
-        receiver.rest(dst)
+        # Bytes that lie there need not be confirmed; if not, only its death says that the source writes no more.
         source.rest()
+        source.kill()
+        assert failed["released"] or receiver.event(room)["released"]
+        receiver.rest(dst)
+
+
+@pytest.mark.parametrize("way", params(TCP), indirect=True)
+def test_a_source_that_closes_with_a_write_on_the_way_releases_nothing(way: Way) -> None:
+    """What it wrote last lies in the network when it closes: nobody can say when it lands, but that its
+    process is dead.
+    """
+    with (
+        Remote(way, BIG, 64, name="source", seed=1) as source,
+        Remote(way, BIG, 64, name="receiver", seed=2) as receiver,
+    ):
+        room, dst = kx.new_room(), [1, 3, 5, 7, 9]
+        receiver.expect(room, dst, tokens=tokens(dst), source=source.address)
+        eventually(lambda: receiver.state(room) == "Waiting", "the grant is out")
+        source.push(room, range(5), tokens=tokens(dst), layers=(0, 1), last=False)
+        eventually(lambda: source.stats()["writes"] > 0 and source.stats()["deliveries"] == 0, "confirmed")
+        receiver.stop()
+        before = source.stats()["writes"]
+        source.push(room, range(5), tokens=tokens(dst), layers=(1, 32), last=False)
+        eventually(lambda: source.stats()["writes"] > before, "it writes")
+        left, _ = source.close()
+        assert left == [], "its own pages are read by nobody any more"
+        receiver.go_on()
+        assert not receiver.event(room)["released"], receiver.last
+        eventually(lambda: receiver.stats()["quarantined_pages"] == len(dst), "counted")
+        nothing_happens(0.5, lambda: receiver.stats()["quarantined_pages"] == len(dst))
+        assert receiver.more() == []
+        source.kill()
+        assert receiver.event(room)["released"], receiver.last
+        receiver.rest(dst)
