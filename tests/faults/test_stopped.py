@@ -236,7 +236,7 @@ def test_a_receiver_is_stopped_while_the_source_closes(way: Way) -> None:
         receiver.go_on()
         failed = receiver.event(room)
         assert failed["error"] in ("PeerLost", "Cancelled", "AgentClosed"), receiver.last
-        # Bytes that lie there need not be confirmed; if not, only its death says that the source writes no more.
+        # Bytes that lie there need not be confirmed; then only its death says that the source writes no more.
         source.rest()
         source.kill()
         assert failed["released"] or receiver.event(room)["released"]
