@@ -5,7 +5,7 @@
 mod sim;
 
 use kvxfer_proto::msg::{Copied, Credit, Drained, Msg, Pack, Packed, Retract};
-use kvxfer_proto::node::{Config, DeliveryEnd, EventKind, Mover, PeerKey};
+use kvxfer_proto::node::{Config, DeliveryEnd, Direction, EventKind, Mover, PeerKey};
 use kvxfer_proto::{PushId, ReasonKind, Seq};
 use sim::rooms::{expect, ids, push, room, why};
 use sim::solo::{Solo, done, grant, owed};
@@ -116,7 +116,7 @@ fn case_11_slots_of_a_cancelled_room_wait_for_the_drain() {
 /// A rank that has done its part is not waited for when another one fails the room: its slots are, all the same.
 #[test]
 fn slots_of_a_rank_that_was_done_come_back_after_the_room_is_gone() {
-    for answers in [true, false] {
+    for ends in ["drain", "death", "new session"] {
         let mut s = Solo::decode(&[10, 11]);
         let (k, other) = (s.source_up(10, Mover::Sender), s.source_up(11, Mover::Sender));
         s.order(|n, _| n.handle_ring(SLOT, 4).unwrap());
@@ -137,7 +137,7 @@ fn slots_of_a_rank_that_was_done_come_back_after_the_room_is_gone() {
         s.recv(other, drained()).unwrap();
         assert_eq!(s.released(99), 1, "nothing is written any more");
         assert_eq!(slots_taken(&s), (left, left));
-        if answers {
+        if ends == "drain" {
             s.recv(k, drained()).unwrap();
             assert_eq!(slots_taken(&s), (0, 0));
             continue;
@@ -146,8 +146,14 @@ fn slots_of_a_rank_that_was_done_come_back_after_the_room_is_gone() {
         s.order(|n, now| n.handle_fabric_broken(now, k, &why(ReasonKind::FabricError)));
         s.order(|n, now| n.handle_fenced(now, k, Err(why(ReasonKind::FabricError))));
         assert_eq!(slots_taken(&s), (left, left));
-        s.order(|n, now| n.handle_peer_died(now, k));
+        assert!(s.node.wants_session(k), "its answer would come in one");
+        if ends == "death" {
+            s.order(|n, now| n.handle_peer_died(now, k));
+        } else {
+            s.up(10, Direction::WeGrant, None, (0, 1));
+        }
         assert_eq!(slots_taken(&s), (0, 0));
+        assert!(!s.node.wants_session(k));
     }
 }
 

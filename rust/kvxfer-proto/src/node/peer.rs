@@ -144,9 +144,11 @@ impl Node {
         self.peers.get(&key).is_some_and(|p| p.session.is_none() && open(p)) && self.is_busy(key)
     }
 
-    /// Whether any room or message depends on this peer.
+    /// Whether any room or message depends on this peer, or what is held because it cannot be fenced: its answer comes in
+    /// a session, also if only slots are held.
     fn is_busy(&self, key: PeerKey) -> bool {
-        self.peers.get(&key).is_some_and(|p| !p.link.is_idle()) || self.has_rooms(key)
+        let waits = |p: &Peer| !p.link.is_idle() || matches!(p.fence, Fence::Impossible { .. });
+        self.peers.get(&key).is_some_and(waits) || self.has_rooms(key)
     }
 
     /// Whether any room depends on this peer.
