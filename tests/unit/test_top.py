@@ -136,6 +136,8 @@ def test_a_real_agent_once_and_as_json() -> None:
         "2 agents",
     ):
         assert part in text, text
+    # Whoever has a small terminal, or pipes it, sees all of it.
+    assert max(len(line) for line in text.splitlines()) <= 80
 
 
 def test_a_fleet_in_which_one_is_silent() -> None:
@@ -192,9 +194,9 @@ def test_colours_say_what_is_wrong() -> None:
         'kvxfer_slots{{agent="a"}} 10\n'
         'kvxfer_slots_held{{agent="a"}} {}\n'
     )
-    assert command._row(view(base.format(0, 5), None))[1] == ""
-    assert command._row(view(base.format(0, 9), None))[1] == "yellow"
-    assert command._row(view(base.format(3, 9), None))[1] == "bold red"
+    assert command._style(view(base.format(0, 5), None).as_dict()) == ""
+    assert command._style(view(base.format(0, 9), None).as_dict()) == "yellow"
+    assert command._style(view(base.format(3, 9), None).as_dict()) == "bold red"
     failed = 'kvxfer_rooms_failed_total{{agent="a",stage="waiting",reason="peer_lost"}} {}\n'
-    assert command._row(view(failed.format(2), failed.format(1)))[1] == "bold red"
-    assert command._row(view(failed.format(2), failed.format(2)))[1] == ""
+    assert command._style(view(failed.format(2), failed.format(1)).as_dict()) == "bold red"
+    assert command._style(view(failed.format(2), failed.format(2)).as_dict()) == ""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.cli._errors import CommandError
-from kvxfer.cli._text import print_json, size
-from kvxfer.cli._top_data import AgentView, Fleet
+from kvxfer.cli._text import print_json, quantity
+from kvxfer.cli._top_data import Fleet
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _NOTHING = "-"
+# Lines about failures under the tables.
+_MOST_FAILURES = 12
 
 
 def _number(value: float | None) -> str:
@@ -41,80 +44,113 @@ def _endpoint(text: str) -> str:
 def _rooms(states: dict[str, float | None]) -> str:
     """How many are in which stage, as one cell."""
     return " ".join(
-        _number(states[state]) for state in ("bootstrapping", "waiting", "transferring", "draining")
+        _number(states[state]).rjust(4) for state in ("bootstrapping", "waiting", "transferring", "draining")
     )
 
 
-def _row(view: AgentView) -> tuple[list[str], str]:
-    """An agent's cells, and the style of its line."""
-    d = view.as_dict()
-    slots = _NOTHING
-    full = False
-    if d["slots"] and d["slots_held"] is not None:
-        full = d["slots_held"] / d["slots"] > 0.8
-        slots = f"{d['slots_held']:.0f}/{d['slots']:.0f}"
-    held_up = (d["pages_quarantined"] or 0) + (d["slots_quarantined"] or 0)
-    busy = d["link_busy_fraction"]
-    cells = [
-        view.agent,
+def _style(d: dict[str, Any]) -> str:
+    """What an agent's lines look like: red if something is wrong now, yellow if its slots are too full."""
+    if d["failed_now"] or (d["pages_quarantined"] or 0) + (d["slots_quarantined"] or 0):
+        return "bold red"
+    if d["slots"] and d["slots_held"] is not None and d["slots_held"] / d["slots"] > 0.8:
+        return "yellow"
+    return ""
+
+
+def _room_cells(d: dict[str, Any]) -> list[str]:
+    well = _number(d["succeeded"]) if d["succeeded_per_s"] is None else f"{d['succeeded_per_s']:.1f}/s"
+    return [
+        d["agent"],
         _rooms(d["rooms"]["decode"]),
         _rooms(d["rooms"]["prefill"]),
-        _number(d["succeeded"]) if d["succeeded_per_s"] is None else f"{d['succeeded_per_s']:.1f}/s",
+        well,
         _number(d["failed"]),
+        _number(d["events_unpolled"]),
+    ]
+
+
+def _load_cells(d: dict[str, Any]) -> list[str]:
+    slots = _NOTHING
+    if d["slots"] and d["slots_held"] is not None:
+        slots = f"{d['slots_held']:.0f}/{d['slots']:.0f}"
+    busy = d["link_busy_fraction"]
+    return [
+        d["agent"],
         _NOTHING if d["gbytes_per_s"] is None else f"{d['gbytes_per_s']:.2f}",
         _NOTHING if busy is None else f"{busy * 100:.0f} %",
-        " / ".join(_time(d["stage_p50_s"][stage]) for stage in d["stage_p50_s"]),
-        " / ".join(_time(d["stage_p99_s"][stage]) for stage in d["stage_p99_s"]),
         f"{_number(d['pages_granted'])}/{_number(d['pages_registered'])}",
-        _number(held_up),
+        f"{_number(d['pages_quarantined'])}+{_number(d['slots_quarantined'])}",
         slots,
         _number(d["waiting_for_memory"]),
+        _number(d["waiting_for_transfer"]),
     ]
-    bad = bool(held_up) or bool(d["failed_now"])
-    return cells, "bold red" if bad else "yellow" if full else ""
+
+
+def _stage_cells(d: dict[str, Any]) -> list[str]:
+    cells = [d["agent"]]
+    for stage, p50_s in d["stage_p50_s"].items():
+        cells += [_time(p50_s), _time(d["stage_p99_s"][stage])]
+    return cells
+
+
+_STATES = "boot wait xfer drain"
+# Each fits a terminal of 80 columns.
+_TABLES: tuple[tuple[str, Callable[[dict[str, Any]], list[str]], tuple[str, ...]], ...] = (
+    (
+        "rooms",
+        _room_cells,
+        (f"decode\n{_STATES}", f"prefill\n{_STATES}", "ended\nwell", "\nfailed", "not\npolled"),
+    ),
+    (
+        "link and memory",
+        _load_cells,
+        (
+            "\nGB/s",
+            "link\nbusy",
+            "pages\ngranted",
+            "quaran-\ntine",
+            "slots\nheld",
+            "wait for\nmemory",
+            "wait for\ntransfer",
+        ),
+    ),
+    (
+        "stages, up to",
+        _stage_cells,
+        tuple(f"{stage}\n{q}" for stage in ("boot", "wait", "xfer") for q in ("p50", "p99")),
+    ),
+)
 
 
 def _screen(fleet: Fleet) -> Group:
     """The whole screen."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="kvxfer top", title_justify="left", expand=False, pad_edge=False)
-    rooms = "boot wait xfer drain"
-    for heading, right in (
-        ("agent", False),
-        (f"decode rooms\n{rooms}", True),
-        (f"prefill rooms\n{rooms}", True),
-        ("ended\nwell", True),
-        ("failed", True),
-        ("GB/s", True),
-        ("link\nbusy", True),
-        ("p50 of boot / wait / xfer", True),
-        ("p99 of boot / wait / xfer", True),
-        ("pages", True),
-        ("quaran-\ntine", True),
-        ("slots", True),
-        ("wait for\nmemory", True),
-    ):
-        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
-    agents = fleet.agents()
-    total = 0.0
-    lines = []
-    for view in agents:
-        cells, style = _row(view)
-        table.add_row(*cells, style=style)
-        d = view.as_dict()
-        total += d["gbytes_per_s"] or 0.0
-        lines += [
-            f"{view.agent} failed {count:,.0f} x {what}" for what, count in sorted(d["failures"].items())
-        ]
-    foot = [f"{len(agents)} agents, {total:.2f} GB/s ({size(total * 1e9)} a second) in all"]
-    foot += lines[:12]
-    if len(lines) > 12:
-        foot.append(f"and {len(lines) - 12} more kinds of failure (--json has them)")
+    found = [view.as_dict() for view in fleet.agents()]
+    tables = []
+    for title, cells, headings in _TABLES:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+        table.add_column("agent", overflow="fold", max_width=20)
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for d in found:
+            table.add_row(*cells(d), style=_style(d))
+        tables.append(table)
+    total = sum(d["gbytes_per_s"] or 0.0 for d in found)
+    foot = [f"{quantity(len(found), 'agent')}, {total:.2f} GB/s in all"]
+    failures = [
+        f"{d['agent']} failed {count:,.0f} x {what}"
+        for d in found
+        for what, count in sorted(d["failures"].items())
+    ]
+    foot += failures[:_MOST_FAILURES]
+    if len(failures) > _MOST_FAILURES:
+        foot.append(f"and {len(failures) - _MOST_FAILURES} more kinds of failure (--json has them)")
     foot += [f"{url} does not answer: {why}" for url, why in fleet.silent().items()]
-    return Group(table, Text("\n".join(foot)))
+    return Group(*tables, Text("\n".join(foot)))
 
 
 def _as_dict(fleet: Fleet) -> dict[str, Any]:
