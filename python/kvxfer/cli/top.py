@@ -41,13 +41,6 @@ def _endpoint(text: str) -> str:
     return url if url.count("/") > 2 else f"{url}/metrics"
 
 
-def _rooms(states: dict[str, float | None]) -> str:
-    """How many are in which stage, as one cell."""
-    return " ".join(
-        _number(states[state]).rjust(4) for state in ("bootstrapping", "waiting", "transferring", "draining")
-    )
-
-
 def _style(d: dict[str, Any]) -> str:
     """What an agent's lines look like: red if something is wrong now, yellow if its slots are too full."""
     if d["failed_now"] or (d["pages_quarantined"] or 0) + (d["slots_quarantined"] or 0):
@@ -57,24 +50,26 @@ def _style(d: dict[str, Any]) -> str:
     return ""
 
 
-def _room_cells(d: dict[str, Any]) -> list[str]:
+def _room_rows(d: dict[str, Any]) -> list[list[str]]:
+    """A line for each side that has rooms now; one at the least."""
+    sides = [side for side, states in d["rooms"].items() if any(states.values())]
     well = _number(d["succeeded"]) if d["succeeded_per_s"] is None else f"{d['succeeded_per_s']:.1f}/s"
-    return [
-        d["agent"],
-        _rooms(d["rooms"]["decode"]),
-        _rooms(d["rooms"]["prefill"]),
-        well,
-        _number(d["failed"]),
-        _number(d["events_unpolled"]),
-    ]
+    own = [d["agent"], well, _number(d["failed"]), _number(d["events_unpolled"])]
+    if not sides:
+        return [[own[0], _NOTHING, *["0"] * 4, *own[1:]]]
+    rows: list[list[str]] = []
+    for side in sides:
+        name, *rest = own if not rows else [""] * len(own)
+        rows.append([name, side, *(_number(count) for count in d["rooms"][side].values()), *rest])
+    return rows
 
 
-def _load_cells(d: dict[str, Any]) -> list[str]:
+def _load_rows(d: dict[str, Any]) -> list[list[str]]:
     slots = _NOTHING
     if d["slots"] and d["slots_held"] is not None:
         slots = f"{d['slots_held']:.0f}/{d['slots']:.0f}"
     busy = d["link_busy_fraction"]
-    return [
+    row = [
         d["agent"],
         _NOTHING if d["gbytes_per_s"] is None else f"{d['gbytes_per_s']:.2f}",
         _NOTHING if busy is None else f"{busy * 100:.0f} %",
@@ -84,26 +79,26 @@ def _load_cells(d: dict[str, Any]) -> list[str]:
         _number(d["waiting_for_memory"]),
         _number(d["waiting_for_transfer"]),
     ]
+    return [row]
 
 
-def _stage_cells(d: dict[str, Any]) -> list[str]:
+def _stage_rows(d: dict[str, Any]) -> list[list[str]]:
     cells = [d["agent"]]
     for stage, p50_s in d["stage_p50_s"].items():
         cells += [_time(p50_s), _time(d["stage_p99_s"][stage])]
-    return cells
+    return [cells]
 
 
-_STATES = "boot wait xfer drain"
 # Each fits a terminal of 80 columns.
-_TABLES: tuple[tuple[str, Callable[[dict[str, Any]], list[str]], tuple[str, ...]], ...] = (
+_TABLES: tuple[tuple[str, Callable[[dict[str, Any]], list[list[str]]], tuple[str, ...]], ...] = (
     (
         "rooms",
-        _room_cells,
-        (f"decode\n{_STATES}", f"prefill\n{_STATES}", "ended\nwell", "\nfailed", "not\npolled"),
+        _room_rows,
+        ("\nside", "\nboot", "\nwait", "\nxfer", "\ndrain", "ended\nwell", "\nfailed", "not\npolled"),
     ),
     (
         "link and memory",
-        _load_cells,
+        _load_rows,
         (
             "\nGB/s",
             "link\nbusy",
@@ -116,7 +111,7 @@ _TABLES: tuple[tuple[str, Callable[[dict[str, Any]], list[str]], tuple[str, ...]
     ),
     (
         "stages, up to",
-        _stage_cells,
+        _stage_rows,
         tuple(f"{stage}\n{q}" for stage in ("boot", "wait", "xfer") for q in ("p50", "p99")),
     ),
 )
@@ -131,13 +126,14 @@ def _screen(fleet: Fleet) -> Group:
 
     found = [view.as_dict() for view in fleet.agents()]
     tables = []
-    for title, cells, headings in _TABLES:
+    for title, rows, headings in _TABLES:
         table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
         table.add_column("agent", overflow="fold", max_width=20)
         for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
         for d in found:
-            table.add_row(*cells(d), style=_style(d))
+            for row in rows(d):
+                table.add_row(*row, style=_style(d))
         tables.append(table)
     total = sum(d["gbytes_per_s"] or 0.0 for d in found)
     foot = [f"{quantity(len(found), 'agent')}, {total:.2f} GB/s in all"]
