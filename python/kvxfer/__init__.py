@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 
-from kvxfer import _kvxfer, errors
+from kvxfer import _kvxfer, errors, plan
 from kvxfer._agent import Agent
 from kvxfer._kvxfer import (
     Event,
@@ -102,6 +102,7 @@ __all__ = [
     "alloc",
     "errors",
     "new_room",
+    "plan",
     "plan_transfer",
 ]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvxfer
-from kvxfer.cli import _bench_parsers
+from kvxfer.cli import _bench_parsers, _plan_parsers
 from kvxfer.cli._errors import CommandError
 
 __all__ = ["main"]
@@ -338,6 +338,10 @@ def _stress(commands: Any) -> None:
     parser.set_defaults(module="kvxfer.cli.stress")
 
 
+def _plan(commands: Any) -> None:
+    _plan_parsers.add(commands, _at_least, _add_json)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvxfer",
@@ -345,7 +349,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvxfer {kvxfer.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_demo, _doctor, _bench, _stress, _soak):
+    for add in (_demo, _doctor, _bench, _stress, _soak, _plan):
         add(commands)
     return parser
 
