@@ -17,7 +17,7 @@ from kvxfer.simulate.modes import Mode
 from kvxfer.simulate.server import Request, Server, Work
 from kvxfer.simulate.traffic import Traffic
 
-__all__ = ["Cluster", "Sample", "Setup"]
+__all__ = ["Cluster", "Mark", "Sample", "Setup"]
 
 # Mooncake's traces name blocks of this many tokens.
 _BLOCK = 512
@@ -93,6 +93,24 @@ class Sample:
     link_bytes: float
 
 
+@dataclass(frozen=True)
+class Mark:
+    """What had come together when the last request arrived."""
+
+    at_ms: float
+    means: dict[str, float]
+    prefill_busy_ms: float
+    decode_busy_ms: float
+    posting_ms: float
+    link_bytes: float
+    link_use_max: float
+    link_used_ms: float
+
+
+# With fewer requests the time in which they arrive says little: then the whole run counts.
+_FEW = 20
+
+
 class Cluster:
     """One run.
 
@@ -114,6 +132,7 @@ class Cluster:
         self.refused = self.rejected = self.failed = self.recomputed = self.prefix_tokens = 0
         self.moved_bytes = self.spilled_bytes = 0.0
         self.ended_ms = 0.0
+        self.mark = Mark(0.0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._links = Links(self.clock)
         self._posting = setup.posting or setup.mode.posting
         self._engine = costs.engine(setup.tp)
@@ -167,6 +186,33 @@ class Cluster:
         else:
             self._sample(200.0)
         self.clock.run()
+        if len(traffic) < _FEW:
+            self.mark = self._marked()
+
+    def _marked(self) -> Mark:
+        now = max(self.clock.now_ms, 1e-9)
+        gauges = {
+            "slots": self.slots,
+            "admission_queue": self.admission_queue,
+            "prefill_queue": self.prefill_queue,
+            "handoff_queue": self.handoff_queue,
+            "prefill_tokens": self.prefill_tokens,
+            "decode_tokens": self.decode_tokens,
+        }
+        nics = [server.receives for server in self._decodes] + [server.sends for server in self._prefills]
+        return Mark(
+            at_ms=now,
+            means={name: gauge.mean(now) for name, gauge in gauges.items()},
+            prefill_busy_ms=sum(server.busy_ms for server in self._prefills),
+            decode_busy_ms=sum(server.busy_ms for server in self._decodes),
+            posting_ms=sum(server.posting_ms for server in self._decodes),
+            link_bytes=self._link_bytes(),
+            link_use_max=max(nic.moved for nic in nics) / now / self._engine.link_bytes_ms,
+            link_used_ms=sum(
+                server.receives.used_ms + (now - server.receives.since_ms if server.receives.flows else 0.0)
+                for server in self._decodes
+            ),
+        )
 
     # The router.
 
@@ -182,6 +228,8 @@ class Cluster:
             luck / rate if rate and luck < rate else 2.0,
         )
         self.requests.append(request)
+        if number + 1 == len(traffic):
+            self.mark = self._marked()
         if not traffic.users and number + 1 < len(traffic):
             self.clock.at(float(traffic.arrivals_ms[number + 1]), self._arrive, number + 1)
         if self._decodes[0].need(request.prompt, request.answer) > self._engine.tokens or (

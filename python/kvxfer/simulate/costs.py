@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvxfer.plan import FIELD_POSTING
+
 __all__ = ["DEFAULTS", "Costs", "Default"]
 
 
@@ -32,6 +34,10 @@ _FITTED = (
     "fitted to two public times per token of Qwen3-32B at TP8, 8 req/s and 128-token answers, posting off the loop: 5.52 ms "
     "at 2,000 tokens and 7.0 ms at 16,000"
 )
+_POSTING = (
+    "kvxfer.plan.FIELD_POSTING, a line through public figures of pull: 14.7 ms at 2,000 tokens, and what the loop lost at "
+    "16,000 (7.0 to 10.4 ms a token at 8 req/s)"
+)
 
 DEFAULTS: dict[str, Default] = {
     "gpu_tflops": Default(989, "10^12 bf16 operations a second, a GPU", "H200 SXM, NVIDIA's data sheet, dense"),
@@ -53,13 +59,8 @@ DEFAULTS: dict[str, Default] = {
     "query_heads": Default(64, "heads", "Qwen3-32B, its config.json"),
     "head_dim": Default(128, "elements a head", "Qwen3-32B, its config.json"),
     "kv_bytes_per_token": Default(262_144, "bytes", "Qwen3-32B: 2 x 64 layers x 8 KV heads x 128 x 2 bytes"),
-    "post_fixed_ms": Default(10.96, "ms a hand-off", "see post_ms_per_token"),
-    "post_ms_per_token": Default(
-        1.87e-3,
-        "ms a token",
-        "a line through public figures: 14.7 ms of posting at 2,000 tokens, and what the loop lost at 16,000 (7.0 to 10.4 "
-        "ms a token at 8 req/s: 40.9 ms)",
-    ),
+    "post_fixed_ms": Default(FIELD_POSTING.base_ms, "ms a hand-off", _POSTING),
+    "post_ms_per_token": Default(FIELD_POSTING.ms_per_token, "ms a token", _POSTING),
     "call_ms": Default(
         0.005, "ms on the caller's loop for a hand-off that a thread posts", "kvxfer bench post: its bar for push and expect"
     ),
