@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import numpy as np
 from kvxfer.simulate.costs import Costs
 from kvxfer.simulate.events import Clock
 from kvxfer.simulate.gate import Gate
-from kvxfer.simulate.link import Flow, Links
+from kvxfer.simulate.link import Links
 from kvxfer.simulate.metrics import Gaps, Gauge
 from kvxfer.simulate.modes import Mode
 from kvxfer.simulate.server import Request, Server, Work
@@ -150,7 +150,6 @@ class Cluster:
         self._parked: dict[Server, OrderedDict[Request, None]] = {s: OrderedDict() for s in self._prefills}
         self._pcie_ms: dict[Server, float] = {}
         self._blocks: dict[Server, OrderedDict[int, None]] = {s: OrderedDict() for s in self._index}
-        self._waiting: deque[Request] = deque()
         self._gate = Gate(self) if setup.admission and self._split else None
 
     def _server(self, kind: str, number: int) -> Server:
@@ -245,43 +244,43 @@ class Cluster:
         if self._gate is not None:
             self.admission_queue.add(self.clock.now_ms, 1)
             self._gate.offer(request)
+        elif self._split:
+            self.begin(request, self._best(self._prefills, self._load_p), None)
         else:
-            self.begin(request, None)
+            self.begin(request, None, self._best(self._decodes, self._load_d))
 
-    def begin(self, request: Request, decode: Server | None, *, local: bool = False) -> None:
-        """Sends a request on its way: to the decode server that was chosen for it, or to whichever is best."""
+    def begin(self, request: Request, prefill: Server | None, decode: Server | None) -> None:
+        """Sends a request on its way: to a prefill server, or to a decode server that computes the prompt itself.
+
+        Args:
+            request: which.
+            prefill: the prefill server; None: `decode` does all.
+            decode: the decode server; None: it is chosen when the mode says.
+        """
         now = self.clock.now_ms
         request.routed_ms = now
+        request.decode = decode
         if self._gate is not None:
             self.admission_queue.add(now, -1)
-        if not self._split or local:
-            server = decode or self._best(self._decodes, self._load_d)
-            request.decode = server
-            request.local = True
-            self._count(self._load_d, server, request, 1)
-            self.prefill_queue.add(now, 1)
-            server.compute(self._work(server, request, local=True))
-            return
-        server = self._best(self._prefills, self._load_p)
-        request.prefill = server
-        request.decode = decode
-        request.queued_ms = now
-        self._count(self._load_p, server, request, 1)
+        self.prefill_queue.add(now, 1)
         if decode is not None:
             self._count(self._load_d, decode, request, 1)
-        self.prefill_queue.add(now, 1)
+        if prefill is None:
+            assert decode is not None
+            request.local = True
+            self.clock.after(self.costs.control_ms, self._submit, request)
+            return
+        request.prefill = prefill
+        self._count(self._load_p, prefill, request, 1)
         self.clock.after(self.costs.control_ms, self._submit, request)
         if self.setup.mode.bind == "arrival":
             self._bind(request)
 
     def _submit(self, request: Request) -> None:
-        server = request.prefill
+        server = request.prefill or request.decode
         assert server is not None
-        server.compute(self._work(server, request, local=False))
+        server.compute(Work(request, request.prompt, local=request.local, base=self._cached(server, request)))
         self._spill(server)
-
-    def _work(self, server: Server, request: Request, *, local: bool) -> Work:
-        return Work(request, request.prompt, local=local, base=self._cached(server, request))
 
     def _best(self, pool: list[Server], load: Any) -> Server:
         return pool[int(load.argmin())]
@@ -315,6 +314,10 @@ class Cluster:
         """Chooses decode's server, and tells it."""
         if request.decode is None:
             request.decode = self._best(self._decodes, self._load_d)
+            self._count(self._load_d, request.decode, request, 1)
+        elif self._gate is not None and self.setup.mode.bind == "prefilled":
+            self._count(self._load_d, request.decode, request, -1)
+            request.decode = self._gate.choose(request)
             self._count(self._load_d, request.decode, request, 1)
         request.pages = request.decode.need(request.prompt, request.answer)
         self.clock.after(self.costs.control_ms, self._ask, request)
@@ -362,6 +365,8 @@ class Cluster:
         request.prefilled_ms = now
         self._count(self._load_p, server, request, -1)
         self.prefill_queue.add(now, -1)
+        if self._gate is not None:
+            self._gate.prefilled(request)
         if request.broken:
             self._release_source(request)
             return
@@ -389,6 +394,8 @@ class Cluster:
         elif request.local and request.prefilled_ms < 0:
             request.prefilled_ms = self.clock.now_ms
             self.prefill_queue.add(self.clock.now_ms, -1)
+        if self._gate is not None:
+            self._gate.answered(request)
 
     def on_done(self, request: Request) -> None:
         """Its last token is written."""
@@ -467,6 +474,8 @@ class Cluster:
         if request.sent < self.costs.kv_bytes(request.prompt) * (1 - 1e-9):
             return
         self.moved_bytes += request.limit
+        if self._gate is not None:
+            self._gate.moved(request)
         if self.setup.mode.reads:
             self._landed(request)
             self.clock.after(self.costs.control_ms, self._release_source, request)
@@ -520,7 +529,7 @@ class Cluster:
 
     def _spill(self, server: Server) -> None:
         """Makes room for the next prompt by moving out the caches that have waited longest."""
-        if not self.setup.offload or not server.works:
+        if not self.setup.offload or not server.works or server not in self._parked:
             return
         wanted = server.need(server.works[0].tokens, 0) - server.pool.free
         for request in list(self._parked[server]):

@@ -66,15 +66,25 @@ class Request:
 class Work:
     """A prompt, or a cache to build anew, to compute."""
 
-    __slots__ = ("base", "done", "holds_pages", "local", "request", "tokens")
+    __slots__ = ("base", "done", "holds_pages", "local", "request", "returns", "tokens")
 
-    def __init__(self, request: Request, tokens: int, *, local: bool, base: int = 0, holds_pages: bool = False) -> None:
+    def __init__(
+        self,
+        request: Request,
+        tokens: int,
+        *,
+        local: bool,
+        base: int = 0,
+        holds_pages: bool = False,
+        returns: bool = False,
+    ) -> None:
         self.request = request
         self.tokens = tokens
         self.local = local
         self.base = base  # of the tokens, those found in a prefix cache
         self.done = base
         self.holds_pages = holds_pages
+        self.returns = returns  # lost its cache to others
 
 
 class Pool:
@@ -112,6 +122,11 @@ class Pool:
             then(what)
         else:
             self._waiting.append((tokens, then, what))
+
+    def ask_first(self, now_ms: float, tokens: int, then: Callable[[Any], None], what: Any) -> None:
+        """The same, before all others."""
+        self._waiting.appendleft((tokens, then, what))
+        self.give(now_ms, 0)
 
     def give(self, now_ms: float, tokens: int) -> None:
         """Gives room back."""
@@ -186,6 +201,7 @@ class Server:
         self.posting_ms = 0.0
         self.preemptions = 0
         self.slots_free = slots
+        self._returning = 0  # that lost their cache, have pages again, and wait for a slot
         self._computing: list[Work] = []
         self._ready: deque[Request] = deque()
         self._posts: deque[tuple[float, Callable[[Any], None], Any]] = deque()
@@ -277,9 +293,9 @@ class Server:
     def _wanted(self) -> bool:
         if self._posts or self._computing:
             return True
-        if self._ready and (self.slots_free > 0 or self._ready[0].holds_slot):
+        if self._ready and (self._open_slots > 0 or self._ready[0].holds_slot):
             return True
-        if self.pulls and self.slots_free > 0:
+        if self.pulls and self._open_slots > 0:
             return True
         return bool(self.works) and self._fits(self.works[0])
 
@@ -288,7 +304,7 @@ class Server:
             return False
         # Answers that grow need a token each in the step itself.
         spare = 0 if self._whole else len(self._running)
-        return work.holds_pages or self._pages_of(work) <= self.pool.free - spare
+        return work.holds_pages or (not self.pool.waiting and self._pages_of(work) <= self.pool.free - spare)
 
     def _pages_of(self, work: Work) -> int:
         return self.need(work.tokens, work.request.left if work.local else 0)
@@ -321,6 +337,11 @@ class Server:
         call[0](call[1])
         self._boundary()
 
+    @property
+    def _open_slots(self) -> int:
+        """Slots for new requests: those that lost theirs come first, once they have pages."""
+        return self.slots_free - self._returning
+
     def _take_slot(self, request: Request) -> None:
         if not request.holds_slot:
             request.holds_slot = True
@@ -328,14 +349,14 @@ class Server:
             self._slots.add(self.clock.now_ms, 1)
 
     def _take_ready(self) -> None:
-        while self._ready and (self.slots_free > 0 or self._ready[0].holds_slot):
+        while self._ready and (self._open_slots > 0 or self._ready[0].holds_slot):
             request = self._ready.popleft()
             self._take_slot(request)
             self._join(request)
             self._fresh.append(request)
 
     def _take_pulls(self) -> None:
-        while self.pulls and self.slots_free > 0 and not self.pool.waiting:
+        while self.pulls and self._open_slots > 0 and not self.pool.waiting:
             request = self.pulls[0]
             if not self.pool.take(self.clock.now_ms, request.pages):
                 break
@@ -374,6 +395,7 @@ class Server:
                 if work.local:
                     work.request.pages = pages
             if work.local:
+                self._returning -= work.returns
                 self._take_slot(work.request)
             self._computing.append(work)
             self._hooks.on_started(work)
@@ -544,5 +566,14 @@ class Server:
             request.paused_ms = self._token_ms
             self.preemptions += 1
             self.give_slot()
-            self.works.appendleft(Work(request, request.context, local=True))
+            work = Work(request, request.context, local=True, returns=True)
+            self.works.appendleft(work)
+            request.pages = self._pages_of(work)
+            # It comes before those that only want to start, or it might wait for ever.
+            self.pool.ask_first(self.clock.now_ms, request.pages, self._room_again, work)
             self.pool.give(self.clock.now_ms, held)
+
+    def _room_again(self, work: Work) -> None:
+        work.holds_pages = True
+        self._returning += 1
+        self.poke()
