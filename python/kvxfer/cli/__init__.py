@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvxfer
-from kvxfer.cli import _bench_parsers, _plan_parsers
+from kvxfer.cli import _bench_parsers, _plan_parsers, _sim_parsers
 from kvxfer.cli._errors import CommandError
 
 __all__ = ["main"]
@@ -342,6 +342,10 @@ def _plan(commands: Any) -> None:
     _plan_parsers.add(commands, _at_least, _add_json)
 
 
+def _sim(commands: Any) -> None:
+    _sim_parsers.add(commands, _at_least, _add_json)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvxfer",
@@ -349,7 +353,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvxfer {kvxfer.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_demo, _doctor, _bench, _stress, _soak, _plan):
+    for add in (_demo, _doctor, _bench, _stress, _soak, _plan, _sim):
         add(commands)
     return parser
 

@@ -7,6 +7,7 @@ attention of the prompt's chunk. A prefill server, a decode server and a unified
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -54,6 +55,7 @@ DEFAULTS: dict[str, Default] = {
     "hbm_efficiency": Default(0.5, "fraction of the peak", _FITTED),
     "step_overhead_ms": Default(1.98, "ms a step", _FITTED),
     "params_b": Default(32.8, "10^9 weights", "Qwen3-32B, its model card"),
+    "active_params_b": Default(32.8, "10^9 weights that a token is multiplied with", "Qwen3-32B is dense: all"),
     "weight_bytes": Default(2, "bytes a weight", "bf16"),
     "layers": Default(64, "layers", "Qwen3-32B, its config.json"),
     "query_heads": Default(64, "heads", "Qwen3-32B, its config.json"),
@@ -86,6 +88,7 @@ class Costs:
     hbm_efficiency: float = DEFAULTS["hbm_efficiency"].value
     step_overhead_ms: float = DEFAULTS["step_overhead_ms"].value
     params_b: float = DEFAULTS["params_b"].value
+    active_params_b: float = DEFAULTS["active_params_b"].value
     weight_bytes: float = DEFAULTS["weight_bytes"].value
     layers: float = DEFAULTS["layers"].value
     query_heads: float = DEFAULTS["query_heads"].value
@@ -116,12 +119,16 @@ class Costs:
         """The same numbers for an engine of `tp` GPUs, ready for the loop."""
         return Engine(self, tp)
 
-    def described(self) -> dict[str, dict[str, Any]]:
-        """Each number with its unit, and its source or, where it was given, that it was given."""
+    def described(self, sources: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+        """Each number with its unit and its source.
+
+        Args:
+            sources: of those that are not defaults, where they are from; of others it is said that they were given.
+        """
         out = {}
         for item in fields(self):
             default, value = DEFAULTS[item.name], getattr(self, item.name)
-            source = default.source if value == default.value else "given"
+            source = (sources or {}).get(item.name) or (default.source if value == default.value else "given")
             out[item.name] = {"value": value, "unit": default.unit, "source": source}
         return out
 
@@ -141,7 +148,7 @@ class Engine:
         self.call_ms = costs.call_ms
         self.overhead_ms = costs.step_overhead_ms
         self.weights_ms = weights / hbm_ms
-        self.linear_ms = 2 * costs.params_b * 1e9 / flops_ms
+        self.linear_ms = 2 * costs.active_params_b * 1e9 / flops_ms
         self.kv_ms = costs.kv_bytes_per_token / hbm_ms
         # Two products (scores, values) of two operations over half of the square, for every layer and head.
         self.attention_ms = 2 * costs.layers * costs.query_heads * costs.head_dim / flops_ms

@@ -70,16 +70,17 @@ def _checked(count: int, qps: float) -> None:
 
 
 def _make(
-    rng: np.random.Generator, prompt: int, answer: int, spread: float, arrivals: Floats, name: str, users: int = 0
+    rng: np.random.Generator, prompt: int, answer: int, spread: float, answer_spread: float, arrivals: Floats, name: str,
+    users: int = 0
 ) -> Traffic:
     count = len(arrivals)
     shape = f"prompts of {prompt:,} tokens, answers of {answer:,}"
-    if spread:
-        shape += f", both spread by {spread:g} (sigma of a lognormal)"
+    if spread or answer_spread:
+        shape += f" on average (sigma of lognormals: {spread:g} and {answer_spread:g})"
     return Traffic(
         arrivals_ms=arrivals,
         prompts=_lengths(rng, count, prompt, spread, 1),
-        answers=_lengths(rng, count, answer, spread, 1),
+        answers=_lengths(rng, count, answer, answer_spread, 1),
         luck=rng.random(count),
         name=f"{name}, {shape}",
         users=users,
@@ -87,7 +88,7 @@ def _make(
 
 
 def poisson(
-    *, qps: float, requests: int, prompt: int, answer: int, spread: float = 0.0, seed: int = 0
+    *, qps: float, requests: int, prompt: int, answer: int, spread: float = 0.0, answer_spread: float = 0.0, seed: int = 0
 ) -> Traffic:
     """Requests that know nothing of each other.
 
@@ -98,13 +99,14 @@ def poisson(
         requests: how many.
         prompt: tokens of a prompt, on average.
         answer: tokens of an answer, on average.
-        spread: sigma of lognormal lengths; 0 gives all the same.
+        spread: sigma of lognormal lengths of prompts; 0 gives all the same.
+        answer_spread: the same of answers.
         seed: decides all draws.
     """
     _checked(requests, qps)
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1.0, requests)) * 1e3 / qps
-    return _make(rng, prompt, answer, spread, arrivals, f"Poisson, {qps:g} req/s")
+    return _make(rng, prompt, answer, spread, answer_spread, arrivals, f"Poisson, {qps:g} req/s")
 
 
 def bursts(
@@ -114,35 +116,43 @@ def bursts(
     prompt: int,
     answer: int,
     factor: float = 4.0,
-    burst_s: float = 2.0,
+    burst_s: float = 10.0,
+    every_s: float = 60.0,
     spread: float = 0.0,
+    answer_spread: float = 0.0,
     seed: int = 0,
 ) -> Traffic:
-    """Poisson arrivals at `factor` times the rate for `burst_s` seconds, then none until the mean is `qps` again.
+    """Poisson arrivals whose rate is `factor` times as high in the last `burst_s` of every `every_s` seconds.
 
     Args:
-        qps: requests a second, on average.
+        qps: requests a second outside of bursts.
         requests: how many.
         prompt: tokens of a prompt, on average.
         answer: tokens of an answer, on average.
-        factor: rate within a burst over the mean rate, 1 or more.
+        factor: rate within a burst over the one outside, 1 or more.
         burst_s: length of a burst, in seconds.
-        spread: sigma of lognormal lengths.
+        every_s: from the end of one burst to that of the next, in seconds.
+        spread: sigma of lognormal lengths of prompts.
+        answer_spread: the same of answers.
         seed: decides all draws.
     """
     _checked(requests, qps)
-    if factor < 1 or burst_s <= 0:
-        raise TrafficError(f"bursts of {burst_s} s at {factor} times the rate: a factor is 1 or more, a length above 0")
+    if factor < 1 or not 0 < burst_s <= every_s:
+        raise TrafficError(
+            f"bursts of {burst_s} s every {every_s} s at {factor} times the rate: a factor is 1 or more, and a burst is above "
+            "0 s and no longer than the time between bursts"
+        )
     rng = np.random.default_rng(seed)
-    busy = np.cumsum(rng.exponential(1.0, requests)) * 1e3 / (qps * factor)
-    silence_ms = burst_s * 1e3 * (factor - 1)
-    arrivals = busy + np.floor(busy / (burst_s * 1e3)) * silence_ms
-    return _make(
-        rng, prompt, answer, spread, arrivals, f"bursts of {burst_s:g} s at {factor:g} x {qps:g} req/s"
-    )
+    drawn = np.cumsum(rng.exponential(1.0, requests))
+    quiet = qps * (every_s - burst_s)
+    rounds, rest = np.divmod(drawn, quiet + qps * factor * burst_s)
+    within_s = np.where(rest < quiet, rest / qps, every_s - burst_s + (rest - quiet) / (qps * factor))
+    arrivals = (rounds * every_s + within_s) * 1e3
+    name = f"Poisson, {qps:g} req/s, and {factor:g} x that for {burst_s:g} s of every {every_s:g}"
+    return _make(rng, prompt, answer, spread, answer_spread, arrivals, name)
 
 
-def users(*, users: int, requests: int, prompt: int, answer: int, spread: float = 0.0, seed: int = 0) -> Traffic:
+def users(*, users: int, requests: int, prompt: int, answer: int, spread: float = 0.0, answer_spread: float = 0.0, seed: int = 0) -> Traffic:
     """So many requests under way at any time: each user sends the next when the last has ended.
 
     Args:
@@ -150,7 +160,8 @@ def users(*, users: int, requests: int, prompt: int, answer: int, spread: float 
         requests: in all.
         prompt: tokens of a prompt, on average.
         answer: tokens of an answer, on average.
-        spread: sigma of lognormal lengths.
+        spread: sigma of lognormal lengths of prompts.
+        answer_spread: the same of answers.
         seed: decides all draws.
     """
     _checked(requests, 1.0)
@@ -159,7 +170,7 @@ def users(*, users: int, requests: int, prompt: int, answer: int, spread: float 
     rng = np.random.default_rng(seed)
     # A millisecond between the first ones keeps them from being one batch.
     first = np.arange(requests, dtype=np.float64)
-    return _make(rng, prompt, answer, spread, first, f"{users} users at a time", users)
+    return _make(rng, prompt, answer, spread, answer_spread, first, f"{users} users at a time", users)
 
 
 def _mooncake(path: Path) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
