@@ -271,6 +271,7 @@ class Cluster:
             self.clock.after(self.costs.control_ms, self._submit, request)
             return
         request.prefill = prefill
+        request.queued_ms = now + self.costs.control_ms
         self._count(self._load_p, prefill, request, 1)
         self.clock.after(self.costs.control_ms, self._submit, request)
         if self.setup.mode.bind == "arrival":
@@ -368,7 +369,8 @@ class Cluster:
         if self._gate is not None:
             self._gate.prefilled(request)
         if request.broken:
-            self._release_source(request)
+            if request.noticed:
+                self._release_source(request)
             return
         self.handoff_queue.add(now, 1)
         request.handing = True
@@ -501,6 +503,7 @@ class Cluster:
         decode = request.decode
         assert decode is not None
         self.moved_bytes += request.limit
+        request.noticed = True
         if request.handing:
             request.handing = False
             self.handoff_queue.add(self.clock.now_ms, -1)

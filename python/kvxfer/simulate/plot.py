@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,6 @@ class Panel(NamedTuple):
     key: str
     scale: float = 1.0
     log: bool = False
-    limit: str = ""
 
 
 PANELS = (
@@ -93,6 +93,16 @@ def style(number: int) -> dict[str, Any]:
     }
 
 
+def plain_log(axis: Any) -> None:
+    """A logarithmic y axis with numbers as people write them."""
+    from matplotlib import ticker
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axis.yaxis.set_minor_formatter(ticker.NullFormatter())
+
+
 def draw(points: Sequence[Point], file: str | Path, *, x: str, title: str, panels: Sequence[Panel] = PANELS) -> None:
     """Draws a row of panels for each figure and a column for each group, one line for each name.
 
@@ -111,7 +121,7 @@ def draw(points: Sequence[Point], file: str | Path, *, x: str, title: str, panel
     names = list(dict.fromkeys(point.name for point in points))
     size = (1.2 + 3.6 * len(groups), 0.9 + 2.1 * len(panels))
     figure, axes = pyplot.subplots(len(panels), len(groups), figsize=size, squeeze=False, sharex=True, layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(textwrap.fill(title, 14 + 42 * len(groups)), fontsize=10)
     for row, panel in enumerate(panels):
         for column, group in enumerate(groups):
             axis = axes[row][column]
@@ -124,7 +134,7 @@ def draw(points: Sequence[Point], file: str | Path, *, x: str, title: str, panel
                 if line:
                     axis.plot(*zip(*line, strict=True), label=name, **style(number))
             if panel.log:
-                axis.set_yscale("log")
+                plain_log(axis)
             else:
                 axis.set_ylim(bottom=0)
             axis.grid(True, color="#dddddd", linewidth=0.6)

@@ -28,7 +28,7 @@ class Request:
     __slots__ = (
         "answer", "arrival_ms", "asked_ms", "broken", "context", "decode", "end_step", "failed", "fails_at", "first_ms",
         "flow", "granted", "granted_ms", "handing", "holds_slot", "joined_ms", "joined_step", "landed_ms", "last_ms", "left", "life",
-        "limit", "local", "moved_ms", "number", "pages", "paused_ms", "pending", "prefill", "prefilled_ms", "prompt", "queued_ms",
+        "limit", "local", "moved_ms", "noticed", "number", "pages", "paused_ms", "pending", "prefill", "prefilled_ms", "prompt", "queued_ms",
         "routed_ms", "sent", "spilled", "started_ms",
     )  # fmt: skip
 
@@ -51,7 +51,8 @@ class Request:
         self.granted = False
         self.handing = False  # counted in the hand-off queue
         self.local = False  # the prompt is computed where the answer is written
-        self.broken = False
+        self.broken = False  # its hand-off broke, which is noticed later
+        self.noticed = False
         self.failed = False
         self.spilled = False
         self.pending = 0  # tokens computed and not yet pushed
