@@ -87,7 +87,8 @@ def test_with_sixteen_slots_the_gap_closes() -> None:
 def test_answers_of_2000_tokens_hold_sixteen_times_the_slots_of_128() -> None:
     short, long = (
         simulate(
-            Setup(PUSH, prefill=1, slots=512), poisson(qps=1, requests=3000, prompt=1024, answer=answer, seed=1)
+            Setup(PUSH, prefill=1, slots=512),
+            poisson(qps=1, requests=3000, prompt=1024, answer=answer, seed=1),
         ).summary["slots_used_mean"]
         for answer in (128, 2000)
     )
@@ -97,12 +98,14 @@ def test_answers_of_2000_tokens_hold_sixteen_times_the_slots_of_128() -> None:
 
 @pytest.mark.parametrize(("prompt", "answer"), [(1024, 1024), (512, 512), (2048, 256), (256, 1024)])
 def test_splitting_does_not_raise_throughput(prompt: int, answer: int) -> None:
-    # As many at a time as fill every slot of plain servers: below that a split's larger batches can look like a gain.
+    # As many at a time as fill every slot of plain servers: below that a split's larger batches can look
+    # like a gain.
     traffic = users(users=768, requests=3000, prompt=prompt, answer=answer, seed=1)
     setup: dict[str, Any] = {"tp": 2, "slots": 256}
     plain = simulate(Setup(UNIFIED, prefill=2, decode=2, **setup), traffic).summary["requests_per_s"]
     split = max(
-        simulate(Setup(PUSH, prefill=n, decode=4 - n, **setup), traffic).summary["requests_per_s"] for n in (1, 2, 3)
+        simulate(Setup(PUSH, prefill=n, decode=4 - n, **setup), traffic).summary["requests_per_s"]
+        for n in (1, 2, 3)
     )
     assert split <= 1.01 * plain
 
@@ -134,7 +137,8 @@ def test_doubling_prefill_alone_only_grows_the_handoff_queue() -> None:
 def test_on_eight_gpus_one_prefill_for_three_decode_wins_at_high_concurrency() -> None:
     traffic = users(users=256, requests=1500, prompt=1024, answer=1024, seed=1)
     one, two, three = (
-        simulate(Setup(PUSH, prefill=n, decode=4 - n, tp=2), traffic).summary["requests_per_s"] for n in (1, 2, 3)
+        simulate(Setup(PUSH, prefill=n, decode=4 - n, tp=2), traffic).summary["requests_per_s"]
+        for n in (1, 2, 3)
     )
     assert one > 1.05 * two > 1.05 * three
 
@@ -142,16 +146,19 @@ def test_on_eight_gpus_one_prefill_for_three_decode_wins_at_high_concurrency() -
 def test_and_at_low_concurrency_more_prefill_gives_the_better_first_token() -> None:
     traffic = users(users=8, requests=200, prompt=1024, answer=1024, seed=1)
     one, two, three = (
-        simulate(Setup(PUSH, prefill=n, decode=4 - n, tp=2), traffic).summary["ttft_ms_mean"] for n in (1, 2, 3)
+        simulate(Setup(PUSH, prefill=n, decode=4 - n, tp=2), traffic).summary["ttft_ms_mean"]
+        for n in (1, 2, 3)
     )
     assert two < 0.95 * one
     assert three < 0.95 * one
 
 
 class Classic:
-    """Eight servers of two GPUs with 50 Gbit/s each, and a burst that the two decode servers' links cannot carry.
+    """Eight servers of two GPUs with 50 Gbit/s each, and a burst that the two decode servers' links cannot
+    carry.
 
-    Plain servers run small chunks, so that a gap between tokens stays near 30 ms as it does where prefill is apart.
+    Plain servers run small chunks, so that a gap between tokens stays near 30 ms as it does where prefill is
+    apart.
     """
 
     QUIET_S, BURST_S, FACTOR, QPS = 1300, 200, 5, 0.8
@@ -176,12 +183,16 @@ class Classic:
     def run(cls, mode: Mode, *, admission: bool = False) -> Result:
         """One of the three."""
         chunk = 1024 if mode.split else 256
-        return simulate(Setup(mode, chunk=chunk, admission=admission, **cls.SERVERS), cls.traffic(), cls.COSTS)
+        return simulate(
+            Setup(mode, chunk=chunk, admission=admission, **cls.SERVERS), cls.traffic(), cls.COSTS
+        )
 
     @classmethod
     def in_burst(cls, result: Result) -> dict[str, float]:
         """Levels while the burst lasts."""
-        samples = [s for s in result.samples if cls.QUIET_S + 20 <= s.at_ms / 1e3 <= cls.QUIET_S + cls.BURST_S]
+        samples = [
+            s for s in result.samples if cls.QUIET_S + 20 <= s.at_ms / 1e3 <= cls.QUIET_S + cls.BURST_S
+        ]
         first, last = samples[0], samples[-1]
         capacity = cls.COSTS.engine(2).link_bytes_ms * cls.SERVERS["decode"] * (last.at_ms - first.at_ms)
         at_s = np.array([s.at_ms / 1e3 for s in samples])

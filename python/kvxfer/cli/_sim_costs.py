@@ -35,7 +35,12 @@ def _of_model(options: argparse.Namespace) -> dict[str, tuple[float, str]]:
     # Latent caches lie on every rank, and move to every rank.
     tokens = 16_000
     per_token = shape.rank_bytes(tokens, options.tp) * options.tp / tokens
-    out = {"kv_bytes_per_token": (per_token, f"kvxfer.plan.model: {shape.source}, at TP{options.tp} and 16,000 tokens")}
+    out = {
+        "kv_bytes_per_token": (
+            per_token,
+            f"kvxfer.plan.model: {shape.source}, at TP{options.tp} and 16,000 tokens",
+        )
+    }
     config = _config(shape.name if shape.name in plan.MODELS else options.model)
     for cost, keys in (
         ("layers", ("num_hidden_layers",)),
@@ -48,7 +53,9 @@ def _of_model(options: argparse.Namespace) -> dict[str, tuple[float, str]]:
     size = _SIZE.search(shape.name)
     if options.params_b is None:
         if size is None:
-            raise BadArgument(f"the name {shape.name} does not say how many weights the model has: give --params-b")
+            raise BadArgument(
+                f"the name {shape.name} does not say how many weights the model has: give --params-b"
+            )
         out["params_b"] = (float(size[1]), "the model's name")
         out["active_params_b"] = (float(size[2] or size[1]), "the model's name")
     return out

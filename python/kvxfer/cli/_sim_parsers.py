@@ -49,14 +49,16 @@ def add(
         "sim",
         help="simulate a cluster, split or not: queues, slots, links, and what users get",
         description=(
-            "Simulates, in virtual time and on equal GPUs and traffic, plain servers beside prefill and decode servers that hand "
-            "off by pull, push or late-bound push: queues, decode slots, KV pages, shared links, posting on the loop or on a "
-            "thread, admission, failures. Modes differ in which steps wait for which and in where posting runs, and in no number. "
-            "Costs are stated defaults (--costs prints them with their sources) or measured ones (--calibrate)."
+            "Simulates, in virtual time and on equal GPUs and traffic, plain servers beside prefill and "
+            "decode servers that hand off by pull, push or late-bound push: queues, decode slots, KV pages, "
+            "shared links, posting on the loop or on a thread, admission, failures. Modes differ in which "
+            "steps wait for which and in where posting runs, and in no number. Costs are stated defaults "
+            "(--costs prints them with their sources) or measured ones (--calibrate)."
         ),
         epilog=(
-            "modes: unified (plain servers), pull, push, late. With + each takes options of its own: pull+thread posts on a "
-            "thread, push+admission admits by kvxfer.admission, as `kvxfer proxy` does. docs/when-to-split.md reads such results."
+            "modes: unified (plain servers), pull, push, late. With + each takes options of its own: "
+            "pull+thread posts on a thread, push+admission admits by kvxfer.admission, as `kvxfer "
+            "proxy` does. docs/when-to-split.md reads such results."
         ),
     )
     parser.add_argument(
@@ -81,20 +83,28 @@ def add(
         metavar="N,...",
         help="tokens of a prompt (default: 1024,16384)",
     )
-    traffic.add_argument("--answer", type=at_least(1), default=128, metavar="N", help="tokens of an answer (default: %(default)s)")
+    traffic.add_argument(
+        "--answer",
+        type=at_least(1),
+        default=128,
+        metavar="N",
+        help="tokens of an answer (default: %(default)s)",
+    )
     for name, what in (("spread", "prompts"), ("answer-spread", "answers")):
         traffic.add_argument(
             f"--{name}",
             type=_not_negative,
             default=0.0,
             metavar="SIGMA",
-            help=f"sigma of a lognormal for the lengths of {what}, with the same mean (default: all are as long)",
+            help=f"sigma of a lognormal for the lengths of {what}, with the same mean (default: all are as "
+            f"long)",
         )
     traffic.add_argument(
         "--requests",
         type=at_least(1),
         metavar="N",
-        help="requests of each simulation; where something cannot keep up, waits grow with it (default: 200, or a whole trace)",
+        help="requests of each simulation; where something cannot keep up, waits grow with it (default: "
+        "200, or a whole trace)",
     )
     traffic.add_argument(
         "--users",
@@ -110,12 +120,17 @@ def add(
         ("burst-every-s", 60.0, "time from the end of a burst to that of the next, in seconds"),
     ):
         traffic.add_argument(
-            f"--{name}", type=_above_zero, default=default, metavar="X", help=f"{meaning} (default: %(default)s)"
+            f"--{name}",
+            type=_above_zero,
+            default=default,
+            metavar="X",
+            help=f"{meaning} (default: %(default)s)",
         )
     traffic.add_argument(
         "--trace",
         metavar="FILE",
-        help="instead of all that: a public trace, Mooncake's (.jsonl: timestamp, input_length, output_length, hash_ids) or "
+        help="instead of all that: a public trace, Mooncake's (.jsonl: timestamp, input_length, "
+        "output_length, hash_ids) or "
         "Azure's (.csv: TIMESTAMP, ContextTokens, GeneratedTokens)",
     )
     traffic.add_argument(
@@ -135,10 +150,17 @@ def add(
         ("page-tokens", 16, "tokens of a page"),
     ):
         cluster.add_argument(
-            f"--{name}", type=at_least(1), default=default, metavar="N", help=f"{meaning} (default: %(default)s)"
+            f"--{name}",
+            type=at_least(1),
+            default=default,
+            metavar="N",
+            help=f"{meaning} (default: %(default)s)",
         )
     cluster.add_argument(
-        "--unified-chunk", type=at_least(1), metavar="N", help="tokens of a step of plain servers (default: as --chunk)"
+        "--unified-chunk",
+        type=at_least(1),
+        metavar="N",
+        help="tokens of a step of plain servers (default: as --chunk)",
     )
     cluster.add_argument(
         "--admission",
@@ -152,10 +174,16 @@ def add(
         help="choose servers by requests or by bytes under way (default: %(default)s)",
     )
     cluster.add_argument(
-        "--posting", choices=("loop", "thread"), help="where posting runs (default: pull on the loop, others on a thread)"
+        "--posting",
+        choices=("loop", "thread"),
+        help="where posting runs (default: pull on the loop, others on a thread)",
     )
     cluster.add_argument(
-        "--failures", type=_part, default=0.0, metavar="PART", help="part of the hand-offs that break (default: none)"
+        "--failures",
+        type=_part,
+        default=0.0,
+        metavar="PART",
+        help="part of the hand-offs that break (default: none)",
     )
     cluster.add_argument(
         "--on-failure",
@@ -168,23 +196,37 @@ def add(
         action="store_true",
         help="where prefill lacks room, move caches that wait for their hand-off to the host's memory",
     )
-    cluster.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt of a trace in full")
+    cluster.add_argument(
+        "--no-prefix-cache", action="store_true", help="compute every prompt of a trace in full"
+    )
     for name, default, meaning in (
         ("slo-ttft-ms", 2000.0, "first tokens later than this are not good; admission aims for it"),
         ("slo-tpot-ms", 50.0, "requests with more ms a token than this are not good"),
     ):
         cluster.add_argument(
-            f"--{name}", type=_above_zero, default=default, metavar="MS", help=f"{meaning} (default: %(default)g)"
+            f"--{name}",
+            type=_above_zero,
+            default=default,
+            metavar="MS",
+            help=f"{meaning} (default: %(default)g)",
         )
     costs = parser.add_argument_group("costs")
     costs.add_argument(
-        "--model", metavar="NAME", help="a model that kvxfer plan knows, or a config.json (default: qwen3-32b)"
+        "--model",
+        metavar="NAME",
+        help="a model that kvxfer plan knows, or a config.json (default: qwen3-32b)",
     )
     costs.add_argument(
-        "--params-b", type=_above_zero, metavar="X", help="10^9 weights of the model, where its name does not say"
+        "--params-b",
+        type=_above_zero,
+        metavar="X",
+        help="10^9 weights of the model, where its name does not say",
     )
     costs.add_argument(
-        "--active-params-b", type=_above_zero, metavar="X", help="those that a token is multiplied with (default: all)"
+        "--active-params-b",
+        type=_above_zero,
+        metavar="X",
+        help="those that a token is multiplied with (default: all)",
     )
     costs.add_argument(
         "--link-gbit-s", type=_above_zero, metavar="X", help="Gbit/s of a GPU's link, each way (default: 400)"
@@ -194,13 +236,26 @@ def add(
         action="append",
         default=[],
         metavar="FILE",
-        help="take costs from what kvxfer bench post|plan|transfer|loop|peers --json printed; may be given several times",
+        help="take costs from what kvxfer bench post|plan|transfer|loop|peers --json printed; may be given "
+        "several times",
     )
     costs.add_argument(
-        "--set", action="append", default=[], metavar="COST=X", help="set a cost by its name; may be given several times"
+        "--set",
+        action="append",
+        default=[],
+        metavar="COST=X",
+        help="set a cost by its name; may be given several times",
     )
-    costs.add_argument("--costs", action="store_true", help="print every cost with its unit and source, and stop")
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="decides all draws (default: %(default)s)")
-    parser.add_argument("--plot", metavar="FILE", help="draw the results into this file (.png, .svg, .pdf); needs kvxfer[plot]")
+    costs.add_argument(
+        "--costs", action="store_true", help="print every cost with its unit and source, and stop"
+    )
+    parser.add_argument(
+        "--seed", type=at_least(0), default=0, metavar="N", help="decides all draws (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw the results into this file (.png, .svg, .pdf); needs kvxfer[plot]",
+    )
     add_json(parser)
     parser.set_defaults(module="kvxfer.cli.sim")

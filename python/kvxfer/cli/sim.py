@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -37,11 +37,14 @@ def _setup(options: argparse.Namespace, text: str) -> Setup:
     unknown = [one for one in own if one not in _OWN]
     if name not in MODES or unknown:
         raise ValueError(
-            f"--compare {text}: modes are {', '.join(MODES)}, each with + and any of {', '.join(_OWN)}; for example "
+            f"--compare {text}: modes are {', '.join(MODES)}, each with + and any of {', '.join(_OWN)}; "
+            f"for example "
             "push+admission"
         )
     mode = MODES[name]
-    posting = next((one for one in own if one in ("loop", "thread")), options.posting)
+    posting: Literal["loop", "thread"] | None = options.posting
+    if "loop" in own or "thread" in own:
+        posting = "loop" if "loop" in own else "thread"
     return Setup(
         mode,
         prefill=options.prefill,
@@ -81,7 +84,11 @@ def _loads(options: argparse.Namespace) -> Iterator[_Load]:
         if options.users is not None:
             yield from (_Load(count, group, users(users=count, **shape)) for count in options.users)
         elif options.burst_factor is not None:
-            burst = {"factor": options.burst_factor, "burst_s": options.burst_s, "every_s": options.burst_every_s}
+            burst = {
+                "factor": options.burst_factor,
+                "burst_s": options.burst_s,
+                "every_s": options.burst_every_s,
+            }
             yield from (_Load(qps, group, bursts(qps=qps, **shape, **burst)) for qps in options.qps)
         else:
             yield from (_Load(qps, group, poisson(qps=qps, **shape)) for qps in options.qps)
@@ -121,8 +128,10 @@ def _about(options: argparse.Namespace) -> str:
     plain = options.prefill + options.decode
     servers = "server" if options.prefill == 1 else "servers"
     return (
-        f"{options.prefill} prefill {servers} and {options.decode} for decode, or {plain} plain ones, of {options.tp} GPUs each "
-        f"with {options.slots} slots; SLOs: first token within {options.slo_ttft_ms:g} ms, {options.slo_tpot_ms:g} ms a token"
+        f"{options.prefill} prefill {servers} and {options.decode} for decode, or {plain} plain ones, of "
+        f"{options.tp} GPUs each "
+        f"with {options.slots} slots; SLOs: first token within {options.slo_ttft_ms:g} ms, "
+        f"{options.slo_tpot_ms:g} ms a token"
     )
 
 
@@ -131,24 +140,40 @@ def _show(options: argparse.Namespace, found: list[tuple[str, _Load, Result]]) -
     print(prose(f"Simulated: {_about(options)}. Seed {options.seed}."))
     for group in dict.fromkeys(one.group for _, one, _ in found):
         own = [(name, one, result) for name, one, result in found if one.group == group]
-        print(f"\n== {group}: {len(own[0][1].traffic):,} requests, answers of {float(np.mean(own[0][1].traffic.answers)):,.0f} tokens on average")
+        print(
+            f"\n== {group}: {len(own[0][1].traffic):,} requests, answers of "
+            f"{float(np.mean(own[0][1].traffic.answers)):,.0f} tokens on average"
+        )
         names = [(f"{one.x:g}", name) for name, one, _ in own]
         for title, rows in sections(names, [result for _, _, result in own], (head, "mode")):
             print(f"\n{title}:\n{aligned(rows, 2)}")
     print("\n" + prose(LEGEND))
-    said = [note for name, one, result in found for note in notes(f"{name} at {one.x:g} {head}, {one.group}", result)]
+    said = [
+        note
+        for name, one, result in found
+        for note in notes(f"{name} at {one.x:g} {head}, {one.group}", result)
+    ]
     if said:
         print()
         for note in said:
             print(prose(note + "."))
 
 
-def _json(options: argparse.Namespace, costs: Costs, sources: dict[str, str], found: list[tuple[str, _Load, Result]]) -> None:
+def _json(
+    options: argparse.Namespace, costs: Costs, sources: dict[str, str], found: list[tuple[str, _Load, Result]]
+) -> None:
     results = []
     for name, one, result in found:
         results.append({"name": name, "group": one.group, "x": one.x, **result.as_json()})
         results[-1]["samples"] = [asdict(sample) for sample in result.samples]
-    print_json({"x_axis": _axis(options)[0], "seed": options.seed, "costs": costs.described(sources), "results": results})
+    print_json(
+        {
+            "x_axis": _axis(options)[0],
+            "seed": options.seed,
+            "costs": costs.described(sources),
+            "results": results,
+        }
+    )
 
 
 def run(options: argparse.Namespace) -> int:

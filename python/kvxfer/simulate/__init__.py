@@ -1,7 +1,7 @@
 """A discrete-event simulation of a cluster that serves a language model, split or not.
 
-What `kvxfer.plan` says in averages, this plays out: queues, bursts, slots that run out, links that are shared, hand-offs
-that break. `kvxfer sim` prints and draws it.
+What `kvxfer.plan` says in averages, this plays out: queues, bursts, slots that run out, links that are
+shared, hand-offs that break. `kvxfer sim` prints and draws it.
 
 >>> from kvxfer.simulate import PULL, PUSH, Setup, poisson, simulate
 >>> traffic = poisson(qps=8, requests=100, prompt=16_000, answer=128, seed=1)

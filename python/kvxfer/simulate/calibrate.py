@@ -20,13 +20,13 @@ class CalibrationError(ValueError):
 
 @dataclass
 class Calibration:
-    """Costs that were measured, each with where. Files are read one after the other; what is measured twice counts as
-    measured last.
+    """Costs that were measured, each with where. Files are read one after the other; what is measured twice
+    counts as measured last.
 
-    `bench transfer` gives a link's speed and a message's time; `bench post` what a call costs the loop and how long
-    the thread takes until the first byte; `bench plan` what a token takes the thread; `bench loop` and `bench peers` with
-    NIXL what NIXL's posting takes. Posting has one cost whatever the mode: give those of the library that is to be
-    simulated.
+    `bench transfer` gives a link's speed and a message's time; `bench post` what a call costs the loop and
+    how long the thread takes until the first byte; `bench plan` what a token takes the thread; `bench loop`
+    and `bench peers` with NIXL what NIXL's posting takes. Posting has one cost whatever the mode: give those
+    of the library that is to be simulated.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -43,7 +43,9 @@ class Calibration:
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise CalibrationError(f"{path} is no JSON: give what `kvxfer bench ... --json` printed ({error})") from error
+            raise CalibrationError(
+                f"{path} is no JSON: give what `kvxfer bench ... --json` printed ({error})"
+            ) from error
         if not isinstance(found, dict):
             raise CalibrationError(f"{path} is no JSON object: give what `kvxfer bench ... --json` printed")
         name = Path(path).name
@@ -58,11 +60,14 @@ class Calibration:
                 self._nixl(found, name)
             else:
                 raise CalibrationError(
-                    f"{path} has keys {', '.join(list(found)[:6])}: it is no result of `kvxfer bench post`, `plan`, "
+                    f"{path} has keys {', '.join(list(found)[:6])}: it is no result of `kvxfer bench "
+                    f"post`, `plan`, "
                     "`transfer`, `loop` or `peers`"
                 )
         except (KeyError, TypeError) as error:
-            raise CalibrationError(f"{path} looks like a benchmark's result and lacks {error}: is it whole?") from error
+            raise CalibrationError(
+                f"{path} looks like a benchmark's result and lacks {error}: is it whole?"
+            ) from error
 
     def apply(self, costs: Costs) -> Costs:
         """The same costs, with what was measured."""
@@ -75,18 +80,32 @@ class Calibration:
     def _post(self, found: dict[str, Any], name: str) -> None:
         about = f"kvxfer bench post, {name}"
         self._set("call_ms", (found["push_us_p50"] + found["expect_us_p50"]) / 1e3, about)
-        self._set("post_fixed_ms", found["submit_to_first_write_us_p50"] / 1e3, f"{about}: from push to the first byte")
+        self._set(
+            "post_fixed_ms",
+            found["submit_to_first_write_us_p50"] / 1e3,
+            f"{about}: from push to the first byte",
+        )
         if not self.sources.get("post_ms_per_token", "").startswith("kvxfer bench plan"):
-            self._set("post_ms_per_token", 0.0, f"{about}: the thread plans while it posts; `bench plan` says how long")
+            self._set(
+                "post_ms_per_token",
+                0.0,
+                f"{about}: the thread plans while it posts; `bench plan` says how long",
+            )
 
     def _plan(self, found: dict[str, Any], name: str) -> None:
         cases = [case for case in found["cases"] if case["order"] == "HND" and case["pages"] == "shuffled"]
         if not cases:
             raise CalibrationError(f"{name} has no case of shuffled HND pages")
         case = max(cases, key=lambda one: one["tokens"])
-        self._set("post_ms_per_token", case["plan_us_p50"] / 1e3 / case["tokens"], f"kvxfer bench plan, {name}")
+        self._set(
+            "post_ms_per_token", case["plan_us_p50"] / 1e3 / case["tokens"], f"kvxfer bench plan, {name}"
+        )
         if not self.sources.get("post_fixed_ms", "").startswith("kvxfer bench post"):
-            self._set("post_fixed_ms", case["template_us_p50"] / 1e3, f"kvxfer bench plan, {name}: the template of a pair")
+            self._set(
+                "post_fixed_ms",
+                case["template_us_p50"] / 1e3,
+                f"kvxfer bench plan, {name}: the template of a pair",
+            )
 
     def _transfer(self, found: dict[str, Any], name: str) -> None:
         rows = [row for row in found["rows"] if row["rooms"] == 1 and row["pages"] == "shuffled"]
@@ -95,7 +114,8 @@ class Calibration:
         # Between hosts it is UCX that carries the bytes.
         ucx = [row for row in rows if row["fabric"] == "ucx"]
         best = max(ucx or rows, key=lambda row: (row["tokens"], row["gbytes_per_s"]))
-        about = f"kvxfer bench transfer, {name}: {best['fabric']}, {best['memory']} memory, {best['tokens']:,} tokens"
+        way = f"{best['fabric']}, {best['memory']} memory, {best['tokens']:,} tokens"
+        about = f"kvxfer bench transfer, {name}: {way}"
         self._set("nic_gb_s", best["gbytes_per_s"], about)
         pings = [row["ping_us_p50"] for row in found["latency"]]
         if pings:
@@ -103,7 +123,9 @@ class Calibration:
 
     def _nixl(self, found: dict[str, Any], name: str) -> None:
         if "target_step_ms" in found:
-            times = [row["post_ms_p50"] for row in found["rows"] if row["who"] == "nixl" and row["post_ms_p50"]]
+            times = [
+                row["post_ms_p50"] for row in found["rows"] if row["who"] == "nixl" and row["post_ms_p50"]
+            ]
         else:
             times = [
                 row["post_us_p50"] / 1e3

@@ -34,11 +34,11 @@ class Setup:
         decode: servers that write answers. A unified cluster has as many servers as both together.
         tp: GPUs of each server.
         slots: answers that a server writes at a time (vLLM's `max_num_seqs`).
-        chunk: tokens of a step at most (vLLM's `max_num_batched_tokens`); a chunk as long as the longest prompt is
-            prefill without chunks.
+        chunk: tokens of a step at most (vLLM's `max_num_batched_tokens`); a chunk as long as the longest
+            prompt is prefill without chunks.
         page_tokens: tokens of a page.
-        admission: admit by `kvxfer.admission`: decode's pages for prompt and answer and a slot are reserved before
-            prefill starts.
+        admission: admit by `kvxfer.admission`: decode's pages for prompt and answer and a slot are reserved
+            before prefill starts.
         route: choose the server with the fewest requests under way, or with the fewest bytes of them.
         posting: where posting runs, if not where the mode says.
         failure_rate: part of the hand-offs that break on their way.
@@ -250,7 +250,8 @@ class Cluster:
             self.begin(request, None, self._best(self._decodes, self._load_d))
 
     def begin(self, request: Request, prefill: Server | None, decode: Server | None) -> None:
-        """Sends a request on its way: to a prefill server, or to a decode server that computes the prompt itself.
+        """Sends a request on its way: to a prefill server, or to a decode server that computes the prompt
+        itself.
 
         Args:
             request: which.
@@ -287,11 +288,17 @@ class Cluster:
         return pool[int(load.argmin())]
 
     def _count(self, load: Any, server: Server, request: Request, sign: int) -> None:
-        weight = 1 if self.setup.route == "requests" else request.prompt + (request.answer if load is self._load_d else 0)
+        weight = (
+            1
+            if self.setup.route == "requests"
+            else request.prompt + (request.answer if load is self._load_d else 0)
+        )
         load[self._index[server]] += sign * weight
 
     def _cached(self, server: Server, request: Request) -> int:
-        """Tokens at the front of a prompt that this server has computed before, and remembers those of this one."""
+        """Tokens at the front of a prompt that this server has computed before, and remembers those of this
+        one.
+        """
         blocks = self.traffic.blocks
         if blocks is None or not self.setup.prefix_cache:
             return 0
@@ -386,7 +393,9 @@ class Cluster:
         assert request.decode is not None
         on_loop = self._posting == "loop"
         request.pending = 0
-        request.decode.post(self.costs.post_ms(request.prompt), self._posted, (request, request.prompt), on_loop=on_loop)
+        request.decode.post(
+            self.costs.post_ms(request.prompt), self._posted, (request, request.prompt), on_loop=on_loop
+        )
 
     def on_joined(self, request: Request) -> None:
         """It is being answered."""
@@ -462,7 +471,9 @@ class Cluster:
         assert request.prefill is not None
         assert request.decode is not None
         request.moved_ms = self.clock.now_ms if request.moved_ms < 0 else request.moved_ms
-        request.flow = self._links.start(request.prefill.sends, request.decode.receives, nbytes, self._arrived, request)
+        request.flow = self._links.start(
+            request.prefill.sends, request.decode.receives, nbytes, self._arrived, request
+        )
 
     def _arrived(self, request: Request) -> None:
         """All that was posted so far has landed."""
@@ -570,5 +581,3 @@ class Cluster:
             nic = server.receives
             total += nic.moved + sum(flow.rate * (now - flow.settled_ms) for flow in nic.flows)
         return total
-
-

@@ -1,8 +1,9 @@
 """What things take: one model of a step, a link and a posting for every server and every mode.
 
 A step of an engine is priced by a roofline, whoever runs it: a fixed overhead, the weights read once or the
-multiplications of the tokens in it, whichever takes longer, the KV cache of the answers in it read once, and the
-attention of the prompt's chunk. A prefill server, a decode server and a unified one differ in what they put in.
+multiplications of the tokens in it, whichever takes longer, the KV cache of the answers in it read once, and
+the attention of the prompt's chunk. A prefill server, a decode server and a unified one differ in what they
+put in.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ class Default:
 
 
 _FITTED = (
-    "fitted to two public times per token of Qwen3-32B at TP8, 8 req/s and 128-token answers, posting off the loop: 5.52 ms "
-    "at 2,000 tokens and 7.0 ms at 16,000"
+    "fitted to two public times per token of Qwen3-32B at TP8, 8 req/s and 128-token answers, posting off "
+    "the loop: 5.52 ms at 2,000 tokens and 7.0 ms at 16,000"
 )
 _POSTING = (
-    "kvxfer.plan.FIELD_POSTING, a line through public figures of pull: 14.7 ms at 2,000 tokens, and what the loop lost at "
-    "16,000 (7.0 to 10.4 ms a token at 8 req/s)"
+    "kvxfer.plan.FIELD_POSTING, a line through public figures of pull: 14.7 ms at 2,000 tokens, and what "
+    "the loop lost at 16,000 (7.0 to 10.4 ms a token at 8 req/s)"
 )
 
 DEFAULTS: dict[str, Default] = {
-    "gpu_tflops": Default(989, "10^12 bf16 operations a second, a GPU", "H200 SXM, NVIDIA's data sheet, dense"),
+    "gpu_tflops": Default(
+        989, "10^12 bf16 operations a second, a GPU", "H200 SXM, NVIDIA's data sheet, dense"
+    ),
     "hbm_gb_s": Default(4800, "10^9 bytes a second, a GPU", "H200 SXM, NVIDIA's data sheet"),
     "hbm_gb": Default(141, "10^9 bytes, a GPU", "H200 SXM, NVIDIA's data sheet"),
     "hbm_use": Default(0.9, "fraction of memory for weights and KV", "vLLM's usual gpu_memory_utilization"),
@@ -49,13 +52,19 @@ DEFAULTS: dict[str, Default] = {
         50, "10^9 bytes a second each way, a GPU", "400 Gbit/s a GPU: AWS p5en, or one ConnectX-7"
     ),
     "pcie_gb_s": Default(
-        55, "10^9 bytes a second each way, a GPU", "PCIe 5.0 x16: 63 by the standard, less its protocol (assumed)"
+        55,
+        "10^9 bytes a second each way, a GPU",
+        "PCIe 5.0 x16: 63 by the standard, less its protocol (assumed)",
     ),
-    "flops_efficiency": Default(0.5, "fraction of the peak", "assumed: large dense prefill reaches 0.4 to 0.6"),
+    "flops_efficiency": Default(
+        0.5, "fraction of the peak", "assumed: large dense prefill reaches 0.4 to 0.6"
+    ),
     "hbm_efficiency": Default(0.5, "fraction of the peak", _FITTED),
     "step_overhead_ms": Default(1.98, "ms a step", _FITTED),
     "params_b": Default(32.8, "10^9 weights", "Qwen3-32B, its model card"),
-    "active_params_b": Default(32.8, "10^9 weights that a token is multiplied with", "Qwen3-32B is dense: all"),
+    "active_params_b": Default(
+        32.8, "10^9 weights that a token is multiplied with", "Qwen3-32B is dense: all"
+    ),
     "weight_bytes": Default(2, "bytes a weight", "bf16"),
     "layers": Default(64, "layers", "Qwen3-32B, its config.json"),
     "query_heads": Default(64, "heads", "Qwen3-32B, its config.json"),
@@ -64,9 +73,13 @@ DEFAULTS: dict[str, Default] = {
     "post_fixed_ms": Default(FIELD_POSTING.base_ms, "ms a hand-off", _POSTING),
     "post_ms_per_token": Default(FIELD_POSTING.ms_per_token, "ms a token", _POSTING),
     "call_ms": Default(
-        0.005, "ms on the caller's loop for a hand-off that a thread posts", "kvxfer bench post: its bar for push and expect"
+        0.005,
+        "ms on the caller's loop for a hand-off that a thread posts",
+        "kvxfer bench post: its bar for push and expect",
     ),
-    "control_ms": Default(0.5, "ms a message between router and servers", "assumed: one hop in a data centre"),
+    "control_ms": Default(
+        0.5, "ms a message between router and servers", "assumed: one hop in a data centre"
+    ),
     "detect_ms": Default(1000, "ms until a broken hand-off is known", "kvxfer's heartbeat, 1 s"),
 }
 
@@ -105,7 +118,9 @@ class Costs:
             value = getattr(self, item.name)
             least = 0 if item.name.endswith(("_ms", "_per_token")) else 1e-12
             if not least <= value < 1e18:
-                raise ValueError(f"{item.name} is {value}: it must be {'0 or more' if not least else 'above 0'}")
+                raise ValueError(
+                    f"{item.name} is {value}: it must be {'0 or more' if not least else 'above 0'}"
+                )
 
     def post_ms(self, tokens: float) -> float:
         """Time to build and post the descriptors of a hand-off of so many tokens, in ms: a + b x tokens."""
@@ -123,7 +138,8 @@ class Costs:
         """Each number with its unit and its source.
 
         Args:
-            sources: of those that are not defaults, where they are from; of others it is said that they were given.
+            sources: of those that are not defaults, where they are from; of others it is said that they were
+                given.
         """
         out = {}
         for item in fields(self):
@@ -136,7 +152,18 @@ class Costs:
 class Engine:
     """Costs of one engine of `tp` GPUs, in ms, tokens and bytes."""
 
-    __slots__ = ("attention_ms", "call_ms", "kv_ms", "linear_ms", "link_bytes_ms", "overhead_ms", "pcie_bytes_ms", "tokens", "tp", "weights_ms")
+    __slots__ = (
+        "attention_ms",
+        "call_ms",
+        "kv_ms",
+        "linear_ms",
+        "link_bytes_ms",
+        "overhead_ms",
+        "pcie_bytes_ms",
+        "tokens",
+        "tp",
+        "weights_ms",
+    )
 
     def __init__(self, costs: Costs, tp: int) -> None:
         if tp < 1:
@@ -158,7 +185,8 @@ class Engine:
         self.tokens = int(room // costs.kv_bytes_per_token)
         if self.tokens < 1:
             raise ValueError(
-                f"weights of {weights / 1e9:.1f} GB leave no room for KV on {tp} GPUs of {costs.hbm_gb:g} GB: take "
+                f"weights of {weights / 1e9:.1f} GB leave no room for KV on {tp} GPUs of {costs.hbm_gb:g} "
+                f"GB: take "
                 "a larger --tp"
             )
 

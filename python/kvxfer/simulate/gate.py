@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxfer.admission import Admission, Admitted, Config, Decode, Decision, Expired, Prefill, Queued
+from kvxfer.admission import Admission, Admitted, Config, Decision, Decode, Expired, Prefill, Queued
 from kvxfer.admission import Request as Asked
 from kvxfer.simulate.server import Request, Server
 
@@ -19,8 +19,8 @@ __all__ = ["Gate"]
 class Gate:
     """Holds requests back until what they need is reserved.
 
-    Answers' lengths are told as they will be, as `max_tokens` tells them. The queue, the prefill servers and the links
-    may each be behind by as much as the SLO of the first token allows and no more.
+    Answers' lengths are told as they will be, as `max_tokens` tells them. The queue, the prefill servers and
+    the links may each be behind by as much as the SLO of the first token allows and no more.
     """
 
     def __init__(self, cluster: Cluster) -> None:

@@ -43,8 +43,8 @@ class Flow:
 class Links:
     """All flows. A flow gets the smaller of its two NICs' equal shares.
 
-    That is max-min fairness where one end is the bottleneck of all its flows; a share that a flow cannot use for
-    its other end is not given to others.
+    That is max-min fairness where one end is the bottleneck of all its flows; a share that a flow cannot use
+    for its other end is not given to others.
     """
 
     def __init__(self, clock: Clock) -> None:

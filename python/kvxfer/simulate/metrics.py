@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Gauge", "Gaps", "percentile", "spread"]
+__all__ = ["Gaps", "Gauge", "percentile", "spread"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -54,7 +54,7 @@ class Gaps:
         self._counts.append(count)
 
     def percentiles(self, percents: Sequence[float]) -> list[float | None]:
-        """The gaps that so many percent of tokens do not exceed; None if there are no tokens but first ones."""
+        """The gaps that so many percent of tokens do not exceed; None if there are none but first tokens."""
         if not self._gaps_ms:
             return [None] * len(percents)
         gaps = np.asarray(self._gaps_ms)

@@ -1,4 +1,4 @@
-"""The ways to hand off. They differ in which steps wait for which, and in where posting runs; in nothing else.
+"""The ways to hand off. They differ in which steps wait for which, and in where posting runs; in no number.
 
 A mode has no number: every cost is in `kvxfer.simulate.costs`, which names no mode.
 """
@@ -19,9 +19,10 @@ class Mode:
         name: as on the command line.
         split: prefill and decode on servers of their own; if not, nothing is handed off.
         bind: when decode's server is chosen: at the request's arrival, or once its prompt is computed.
-        reads: decode reads, once it has a slot and pages; else prefill writes each chunk as soon as it is computed
-            and granted.
-        posting: where descriptors are built and posted: on the engine's loop, between two steps, or on a thread.
+        reads: decode reads, once it has a slot and pages; else prefill writes each chunk as soon as it is
+            computed and granted.
+        posting: where descriptors are built and posted: on the engine's loop, between two steps, or on a
+            thread.
     """
 
     name: str

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from kvxfer.simulate.result import Result
 
-__all__ = ["Panel", "Point", "PlotError", "draw"]
+__all__ = ["Panel", "PlotError", "Point", "draw"]
 
-# Okabe and Ito's, which people with any sight of colours can tell apart, with a mark and a dash of its own each.
+# Okabe and Ito's, which people with any sight of colours can tell apart, with a mark and a dash of its own
+# each.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
@@ -103,7 +104,9 @@ def plain_log(axis: Any) -> None:
     axis.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
-def draw(points: Sequence[Point], file: str | Path, *, x: str, title: str, panels: Sequence[Panel] = PANELS) -> None:
+def draw(
+    points: Sequence[Point], file: str | Path, *, x: str, title: str, panels: Sequence[Panel] = PANELS
+) -> None:
     """Draws a row of panels for each figure and a column for each group, one line for each name.
 
     Args:
@@ -120,7 +123,9 @@ def draw(points: Sequence[Point], file: str | Path, *, x: str, title: str, panel
     groups = list(dict.fromkeys(point.group for point in points))
     names = list(dict.fromkeys(point.name for point in points))
     size = (1.2 + 3.6 * len(groups), 0.9 + 2.1 * len(panels))
-    figure, axes = pyplot.subplots(len(panels), len(groups), figsize=size, squeeze=False, sharex=True, layout="constrained")
+    figure, axes = pyplot.subplots(
+        len(panels), len(groups), figsize=size, squeeze=False, sharex=True, layout="constrained"
+    )
     figure.suptitle(textwrap.fill(title, 14 + 42 * len(groups)), fontsize=10)
     for row, panel in enumerate(panels):
         for column, group in enumerate(groups):
@@ -129,7 +134,9 @@ def draw(points: Sequence[Point], file: str | Path, *, x: str, title: str, panel
                 line = [
                     (p.x, value * panel.scale)
                     for p in points
-                    if p.group == group and p.name == name and (value := p.result.summary[panel.key]) is not None
+                    if p.group == group
+                    and p.name == name
+                    and (value := p.result.summary[panel.key]) is not None
                 ]
                 if line:
                     axis.plot(*zip(*line, strict=True), label=name, **style(number))

@@ -89,10 +89,14 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str, Callable[[Any], str]], ...]], 
 )
 
 LEGEND = (
-    "ttft: time to the first token. between tokens: gaps, over all tokens; ms a token: mean of a request's gaps, mean over "
-    "requests. completion: from arrival to the last token. goodput: requests a second that met both SLOs; good: their part "
-    "of all. grant: wait for decode's pages, for pull also for a slot; slot: wait for a slot with the cache there. Levels are "
-    "means while requests arrive; grows: slope in that time. busiest: the NIC with the most bytes. 429: turned away by "
+    "ttft: time to the first token. between tokens: gaps, over all tokens; ms a token: mean of a request's "
+    "gaps, mean over "
+    "requests. completion: from arrival to the last token. goodput: requests a second that met both SLOs; "
+    "good: their part "
+    "of all. grant: wait for decode's pages, for pull also for a slot; slot: wait for a slot with the "
+    "cache there. Levels are "
+    "means while requests arrive; grows: slope in that time. busiest: the NIC with the most bytes. 429: "
+    "turned away by "
     "admission."
 )
 
@@ -102,7 +106,9 @@ _LINE_RATE = 0.9
 _IDLE = 0.5
 
 
-def sections(names: Sequence[tuple[str, ...]], results: Sequence[Result], heads: Sequence[str]) -> list[tuple[str, list[tuple[str, ...]]]]:
+def sections(
+    names: Sequence[tuple[str, ...]], results: Sequence[Result], heads: Sequence[str]
+) -> list[tuple[str, list[tuple[str, ...]]]]:
     """Titled tables of rows with one result each.
 
     Args:
@@ -125,29 +131,38 @@ def notes(name: str, result: Result) -> list[str]:
     said = []
     arrives = found["requests"] / max(found["run_s"], 1e-9)
     jammed = found["link_use_max"] >= _LINE_RATE
-    if jammed and found["slots_used_fraction"] < _IDLE and found["prefill_queue_growth_per_s"] > _GROWS * arrives:
+    if (
+        jammed
+        and found["slots_used_fraction"] < _IDLE
+        and found["prefill_queue_growth_per_s"] > _GROWS * arrives
+    ):
         said.append(
-            f"{name}: the link is at line rate while decode has free slots and the prefill queue grows: more is prefilled than "
+            f"{name}: the link is at line rate while decode has free slots and the prefill queue grows: "
+            f"more is prefilled than "
             "the link can carry. Admit before prefill (--admission), or send less over this link"
         )
     elif found["slots_used_fraction"] > 0.8:
         said.append(
-            f"{name}: {100 * found['slots_used_fraction']:.0f} % of the slots are held; above 80 % a wait for a slot is "
+            f"{name}: {100 * found['slots_used_fraction']:.0f} % of the slots are held; above 80 % a wait "
+            f"for a slot is "
             "what users see. More slots where KV memory allows, or more decode servers"
         )
     if found["handoff_queue_growth_per_s"] > _GROWS * arrives:
         said.append(
-            f"{name}: the hand-off queue grows by {found['handoff_queue_growth_per_s']:.2f} a second while requests arrive: decode cannot "
+            f"{name}: the hand-off queue grows by {found['handoff_queue_growth_per_s']:.2f} a second while "
+            f"requests arrive: decode cannot "
             "keep up, more prefill does not help, and the figures get worse with the length of the run"
         )
     elif found["prefill_queue_growth_per_s"] > _GROWS * arrives:
         said.append(
-            f"{name}: the prefill queue grows by {found['prefill_queue_growth_per_s']:.2f} a second while requests arrive: prefill cannot keep up, "
+            f"{name}: the prefill queue grows by {found['prefill_queue_growth_per_s']:.2f} a second while "
+            f"requests arrive: prefill cannot keep up, "
             "and the figures get worse with the length of the run"
         )
     if found["preemptions"]:
         said.append(
-            f"{name}: {found['preemptions']} times a request lost its cache to others for lack of pages; reserve room for "
+            f"{name}: {found['preemptions']} times a request lost its cache to others for lack of pages; "
+            f"reserve room for "
             "answers (--admission), or hold fewer slots"
         )
     return said
@@ -155,7 +170,7 @@ def notes(name: str, result: Result) -> list[str]:
 
 def costs_rows(costs: Costs, sources: dict[str, str]) -> list[tuple[str, ...]]:
     """Each cost with its unit and source."""
-    rows = [("cost", "value", "unit", "source")]
+    rows: list[tuple[str, ...]] = [("cost", "value", "unit", "source")]
     for name, one in costs.described(sources).items():
         rows.append((name, f"{one['value']:.6g}", one["unit"], one["source"]))
     return rows

@@ -23,8 +23,14 @@ _STAGES: tuple[tuple[str, Callable[[Request], float]], ...] = (
     ("admission_wait_ms", lambda r: r.routed_ms - r.arrival_ms),
     ("prefill_wait_ms", lambda r: r.started_ms - r.routed_ms),
     ("prefill_ms", lambda r: r.prefilled_ms - r.started_ms),
-    ("grant_wait_ms", lambda r: max(0.0, r.granted_ms - max(r.asked_ms, r.prefilled_ms)) if r.granted_ms >= 0 else 0.0),
-    ("move_ms", lambda r: max(0.0, r.landed_ms - max(r.granted_ms, r.prefilled_ms)) if r.landed_ms >= 0 else 0.0),
+    (
+        "grant_wait_ms",
+        lambda r: max(0.0, r.granted_ms - max(r.asked_ms, r.prefilled_ms)) if r.granted_ms >= 0 else 0.0,
+    ),
+    (
+        "move_ms",
+        lambda r: max(0.0, r.landed_ms - max(r.granted_ms, r.prefilled_ms)) if r.landed_ms >= 0 else 0.0,
+    ),
     ("slot_wait_ms", lambda r: max(0.0, r.joined_ms - r.landed_ms) if r.landed_ms >= 0 else 0.0),
 )
 
@@ -36,7 +42,8 @@ class Result:
     Args:
         setup: what was simulated.
         traffic: in words.
-        summary: the figures. Times are of requests that were answered; means of levels are taken from the first arrival to
+        summary: the figures. Times are of requests that were answered; means of levels are taken from the
+            first arrival to
             the last.
         samples: levels over time.
         ttft_ms: time to the first token of each request that was answered, in the order of arrival.
@@ -129,7 +136,11 @@ def simulate(setup: Setup, traffic: Traffic, costs: Costs | None = None) -> Resu
         ("handoff_queue", cluster.handoff_queue),
     ):
         growth = _growth_per_s(cluster.samples, lambda s, key=name: float(getattr(s, key)), mark.at_ms)  # type: ignore[misc]
-        summary |= {f"{name}_mean": mark.means[name], f"{name}_peak": gauge.peak, f"{name}_growth_per_s": growth}
+        summary |= {
+            f"{name}_mean": mark.means[name],
+            f"{name}_peak": gauge.peak,
+            f"{name}_growth_per_s": growth,
+        }
     whole_ms = mark.at_ms
     summary |= {
         "slots": slots,
@@ -151,4 +162,6 @@ def simulate(setup: Setup, traffic: Traffic, costs: Costs | None = None) -> Resu
         "decode_kv_bytes_peak": costs.kv_bytes(cluster.decode_tokens.peak),
         "events": cluster.clock.events,
     }
-    return Result(setup, traffic.name, summary, tuple(cluster.samples), ttft, tpot[several] if len(tpot) else tpot)
+    return Result(
+        setup, traffic.name, summary, tuple(cluster.samples), ttft, tpot[several] if len(tpot) else tpot
+    )

@@ -1,7 +1,7 @@
 """An engine: one loop of steps, a pool of KV pages, slots for answers, a thread for posting.
 
-The same class is a prefill server, a decode server and a unified one. A step that computes a chunk of a prompt is one
-event; steps that only write answers are one event together, until something changes.
+The same class is a prefill server, a decode server and a unified one. A step that computes a chunk of a
+prompt is one event; steps that only write answers are one event together, until something changes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class Request:
     """A request and what became of it; times are ms from the start, -1 for never."""
 
     __slots__ = (
-        "answer", "arrival_ms", "asked_ms", "broken", "context", "decode", "end_step", "failed", "fails_at", "first_ms",
-        "flow", "granted", "granted_ms", "handing", "holds_slot", "joined_ms", "joined_step", "landed_ms", "last_ms", "left", "life",
-        "limit", "local", "moved_ms", "noticed", "number", "pages", "paused_ms", "pending", "prefill", "prefilled_ms", "prompt", "queued_ms",
-        "routed_ms", "sent", "spilled", "started_ms",
+        "answer", "arrival_ms", "asked_ms", "broken", "context", "decode", "end_step", "failed", "fails_at",
+        "first_ms", "flow", "granted", "granted_ms", "handing", "holds_slot", "joined_ms", "joined_step",
+        "landed_ms", "last_ms", "left", "life", "limit", "local", "moved_ms", "noticed", "number", "pages",
+        "paused_ms", "pending", "prefill", "prefilled_ms", "prompt", "queued_ms", "routed_ms", "sent",
+        "spilled", "started_ms",
     )  # fmt: skip
 
     def __init__(self, number: int, arrival_ms: float, prompt: int, answer: int, fails_at: float) -> None:
@@ -167,7 +168,8 @@ class Server:
         slots: answers that it writes at a time.
         chunk: tokens of a step, those of answers included; prompts are computed in pieces of that.
         page_tokens: tokens of a page.
-        whole: reserve pages for the answer as well when a request comes; else they are taken as it grows, and a
+        whole: reserve pages for the answer as well when a request comes; else they are taken as it grows,
+            and a
             request may lose its cache to others (preemption).
         hooks: who is told.
         gaps: where times between tokens go.

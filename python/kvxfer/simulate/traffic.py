@@ -27,7 +27,8 @@ class Traffic:
     """Requests, drawn before anything is simulated: every mode gets the same ones.
 
     Args:
-        arrivals_ms: when each comes, in ms from the start, rising. With `users` the thinking before each instead.
+        arrivals_ms: when each comes, in ms from the start, rising. With `users` the thinking before each
+            instead.
         prompts: tokens of each prompt.
         answers: tokens of each answer, 1 or more.
         luck: a number from 0 to 1 for each, which decides whether its hand-off fails.
@@ -48,9 +49,7 @@ class Traffic:
         return len(self.prompts)
 
 
-def _lengths(
-    rng: np.random.Generator, count: int, mean: int, spread: float, least: int
-) -> Ints:
+def _lengths(rng: np.random.Generator, count: int, mean: int, spread: float, least: int) -> Ints:
     if mean < least:
         raise TrafficError(f"a length of {mean} tokens: it must be {least} or more")
     if not 0 <= spread < 4:
@@ -59,7 +58,8 @@ def _lengths(
     if spread == 0:
         return np.full(count, mean, np.int64)
     # Half of sigma squared is taken off so that the mean stays what was asked for.
-    return np.maximum(least, np.rint(mean * np.exp(spread * drawn - spread**2 / 2))).astype(np.int64)
+    lengths: Ints = np.maximum(least, np.rint(mean * np.exp(spread * drawn - spread**2 / 2))).astype(np.int64)
+    return lengths
 
 
 def _checked(count: int, qps: float) -> None:
@@ -70,8 +70,14 @@ def _checked(count: int, qps: float) -> None:
 
 
 def _make(
-    rng: np.random.Generator, prompt: int, answer: int, spread: float, answer_spread: float, arrivals: Floats, name: str,
-    users: int = 0
+    rng: np.random.Generator,
+    prompt: int,
+    answer: int,
+    spread: float,
+    answer_spread: float,
+    arrivals: Floats,
+    name: str,
+    users: int = 0,
 ) -> Traffic:
     count = len(arrivals)
     shape = f"prompts of {prompt:,} tokens, answers of {answer:,}"
@@ -88,7 +94,14 @@ def _make(
 
 
 def poisson(
-    *, qps: float, requests: int, prompt: int, answer: int, spread: float = 0.0, answer_spread: float = 0.0, seed: int = 0
+    *,
+    qps: float,
+    requests: int,
+    prompt: int,
+    answer: int,
+    spread: float = 0.0,
+    answer_spread: float = 0.0,
+    seed: int = 0,
 ) -> Traffic:
     """Requests that know nothing of each other.
 
@@ -139,7 +152,8 @@ def bursts(
     _checked(requests, qps)
     if factor < 1 or not 0 < burst_s <= every_s:
         raise TrafficError(
-            f"bursts of {burst_s} s every {every_s} s at {factor} times the rate: a factor is 1 or more, and a burst is above "
+            f"bursts of {burst_s} s every {every_s} s at {factor} times the rate: a factor is 1 or more, "
+            f"and a burst is above "
             "0 s and no longer than the time between bursts"
         )
     rng = np.random.default_rng(seed)
@@ -152,7 +166,16 @@ def bursts(
     return _make(rng, prompt, answer, spread, answer_spread, arrivals, name)
 
 
-def users(*, users: int, requests: int, prompt: int, answer: int, spread: float = 0.0, answer_spread: float = 0.0, seed: int = 0) -> Traffic:
+def users(
+    *,
+    users: int,
+    requests: int,
+    prompt: int,
+    answer: int,
+    spread: float = 0.0,
+    answer_spread: float = 0.0,
+    seed: int = 0,
+) -> Traffic:
     """So many requests under way at any time: each user sends the next when the last has ended.
 
     Args:
@@ -184,7 +207,8 @@ def _mooncake(path: Path) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
                 yield float(row["timestamp"]), int(row["input_length"]), int(row["output_length"]), ids
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise TrafficError(
-                    f"{path}:{number}: not a row of a Mooncake trace (timestamp in ms, input_length, output_length, "
+                    f"{path}:{number}: not a row of a Mooncake trace (timestamp in ms, input_length, "
+                    f"output_length, "
                     f"hash_ids): {error!r}"
                 ) from error
 
@@ -193,7 +217,9 @@ def _azure_ms(text: str) -> float:
     # Seven digits of a second, which fromisoformat does not take before Python 3.11.
     whole, _, part = text.strip().replace("T", " ").partition(".")
     digits = "".join(c for c in part.split("+")[0].rstrip("Z") if c.isdigit())
-    moment = datetime.datetime.fromisoformat(whole.split("+")[0].rstrip("Z")).replace(tzinfo=datetime.timezone.utc)
+    moment = datetime.datetime.fromisoformat(whole.split("+")[0].rstrip("Z")).replace(
+        tzinfo=datetime.timezone.utc
+    )
     return moment.timestamp() * 1e3 + (float(f"0.{digits}") * 1e3 if digits else 0.0)
 
 
@@ -204,16 +230,20 @@ def _azure(path: Path) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
                 yield _azure_ms(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise TrafficError(
-                    f"{path}:{number}: not a row of an Azure LLM trace (TIMESTAMP, ContextTokens, GeneratedTokens): "
+                    f"{path}:{number}: not a row of an Azure LLM trace (TIMESTAMP, ContextTokens, "
+                    f"GeneratedTokens): "
                     f"{error!r}"
                 ) from error
 
 
-def read_trace(path: str | Path, *, requests: int | None = None, speed: float = 1.0, seed: int = 0) -> Traffic:
+def read_trace(
+    path: str | Path, *, requests: int | None = None, speed: float = 1.0, seed: int = 0
+) -> Traffic:
     """A public trace: Mooncake's (`.jsonl`) or Azure's (`.csv`).
 
-    Mooncake's rows have `timestamp` (ms), `input_length`, `output_length` and `hash_ids` (a name for each 512 tokens of
-    the prompt and all before them); Azure's columns are `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`.
+    Mooncake's rows have `timestamp` (ms), `input_length`, `output_length` and `hash_ids` (a name for each
+    512 tokens of the prompt and all before them); Azure's columns are `TIMESTAMP`, `ContextTokens` and
+    `GeneratedTokens`.
 
     Args:
         path: the file.
