@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes sure that what some tests need of the system is there: Debian's libucx0 (older than the wheel, built with verbs),
-# for the tests that run against it, iproute2's `ip`, for those on a bad network, and a C++ compiler, for the one that
-# runs the kernels' arithmetic on the host. Needs root and apt; without them it says which tests will be skipped, or fail.
+# for the tests that run against it, iproute2's `ip`, for those on a bad network, a C++ compiler, for the one that
+# runs the kernels' arithmetic on the host, and Prometheus with promtool, for those of the metrics. Needs root and apt; without them it says which tests will be skipped, or fail.
 # KVXFER_SYSTEM_DEPS=0 leaves the machine as it is.
 set -euo pipefail
 
@@ -32,6 +32,13 @@ have_cxx || echo "kvxfer: no C++ compiler (g++, or what CXX names): the tests in
 
 have_ip || try_install iproute2 "the tests on a bad network (about 10 s)"
 have_ip || echo "kvxfer: no ip (iproute2): the tests on a bad network are skipped" >&2
+
+have_prometheus() {
+    command -v prometheus >/dev/null 2>&1 && command -v promtool >/dev/null 2>&1
+}
+
+have_prometheus || try_install prometheus "the tests that scrape an agent and check the alert rules (about 30 s)"
+have_prometheus || echo "kvxfer: no prometheus: the tests that scrape an agent and check the alert rules are skipped" >&2
 
 skip() {
     echo "kvxfer: no system UCX ($1): the tests against a system libucp.so.0 are skipped" >&2

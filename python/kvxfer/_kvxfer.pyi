@@ -472,6 +472,9 @@ class Agent:
     def stats(self) -> dict[str, int]:
         """Counters (since the start) and gauges (now), by name."""
 
+    def metrics(self) -> dict[str, Any]:
+        """What `stats` has no plain number for: rooms by state, failures by stage and reason, histograms."""
+
     def evict(self, peer: str) -> None:
         """The operator says that a peer (its name, or its incarnation in hex) is gone for good."""
 

@@ -19,6 +19,8 @@ MAY_SKIP = {
         "the other libraries are 700 MB: `make bench-peers` installs them"
     ),
     "tests/loopback/test_ipv6.py::*": "the kernel has no IPv6, or the default port is taken",
+    "tests/loopback/test_prometheus_scrape.py::*": "no prometheus (no apt, or not root)",
+    "tests/unit/test_monitoring.py::test_promtool_*": "no promtool (no apt, or not root)",
     "tests/unit/test_api_memory.py::*": "torch is an extra, and large",
     "tests/loopback/test_doctor.py::*": "the system has no UCX of its own (no apt, or not root)",
 }

@@ -195,9 +195,7 @@ def test_models_by_config_by_hand_and_by_list(tmp_path: Path) -> None:
     assert by_file["kv_bytes_per_token"] == by_hand["kv_bytes_per_token"] == 256 * 1024
     assert "note: the config names no dtype" in page(f"--model {config}")
     assert (
-        numbers("--layers 64 --kv-heads 8 --head-dim 128 --kv-dtype fp8 --kv-scales 1")[
-            "kv_bytes_per_token"
-        ]
+        numbers("--layers 64 --kv-heads 8 --head-dim 128 --kv-dtype fp8 --kv-scales 1")["kv_bytes_per_token"]
         == 64 * 2 * 8 * 132
     )
     assert {m["model"] for m in numbers("--list-models")["models"]} == set(plan.MODELS)

@@ -346,6 +346,10 @@ def _sim(commands: Any) -> None:
     _sim_parsers.add(commands, _at_least, _add_json)
 
 
+def _top(commands: Any) -> None:
+    _plan_parsers.add_top(commands, _add_json)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvxfer",
@@ -353,7 +357,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvxfer {kvxfer.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_demo, _doctor, _bench, _stress, _soak, _plan, _sim):
+    for add in (_demo, _doctor, _bench, _stress, _soak, _plan, _sim, _top):
         add(commands)
     return parser
 

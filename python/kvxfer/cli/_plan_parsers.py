@@ -1,4 +1,4 @@
-"""Arguments of `kvxfer plan`."""
+"""Arguments of `kvxfer plan` and `kvxfer top`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["add"]
+__all__ = ["add", "add_top"]
 
 
 def above_zero(text: str) -> float:
@@ -116,3 +116,41 @@ def add(
         more.add_argument(f"--{name}", type=above_zero, default=default, metavar="N", help=meaning)
     add_json(parser)
     parser.set_defaults(module="kvxfer.cli.plan")
+
+
+def add_top(commands: Any, add_json: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Adds the other command."""
+    parser = commands.add_parser(
+        "top",
+        help="watch one agent or a fleet: rooms, stages, GB/s, failures, slots",
+        description=(
+            "Asks the metrics endpoints of agents (`kvxfer.prometheus.serve`, or any that has them) again "
+            "and "
+            "again, and shows what became of the numbers in between: rooms by state, hand-offs a second, "
+            "GB/s, "
+            "how busy the link is, quantiles of each stage, pages, quarantine, slots and failures. Red: "
+            "something "
+            "failed just now, or is in quarantine. Yellow: more than 80 % of the slots are held."
+        ),
+    )
+    parser.add_argument(
+        "endpoints",
+        nargs="*",
+        default=["127.0.0.1:9464"],
+        metavar="HOST:PORT",
+        help="endpoints, also as URLs (default: 127.0.0.1:9464)",
+    )
+    for name, default, meaning in (
+        ("interval", 1.0, "seconds between two looks"),
+        ("timeout", 2.0, "seconds that an endpoint has to answer"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=above_zero,
+            default=default,
+            metavar="S",
+            help=f"{meaning} (default: %(default)s)",
+        )
+    parser.add_argument("--once", action="store_true", help="print one table and stop")
+    add_json(parser)
+    parser.set_defaults(module="kvxfer.cli.top")

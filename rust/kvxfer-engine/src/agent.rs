@@ -1,5 +1,6 @@
 //! The caller's end of an agent.
 
+use crate::calls::{CALLS, Call, CallCosts, Calls, Timed};
 use crate::clock::now;
 use crate::config::{AgentConfig, StartError};
 use crate::order::{CallError, ExpectOrder, PushOrder, WaitError};
@@ -30,6 +31,7 @@ pub struct Agent {
     next_push: AtomicU64,
     forks: usize,
     transports: String,
+    calls: Calls,
 }
 
 impl Agent {
@@ -51,6 +53,7 @@ impl Agent {
             layouts,
             next_push: AtomicU64::new(1),
             forks: forks(),
+            calls: Calls::default(),
         })
     }
 
@@ -314,7 +317,19 @@ impl Agent {
         stats.queue_depth = self.shared.orders.len() as u64;
         stats.queued_events = self.shared.events.len() as u64;
         stats.known_rooms = self.table.len() as u64;
+        stats.rate = stats.link.rate(now(), stats.moved_bytes);
         stats
+    }
+
+    /// Counts a call, and times it until what is returned is dropped if it is one to be timed.
+    pub fn begin_call(&self, call: Call) -> Timed<'_> {
+        self.calls.begin(call)
+    }
+
+    /// What the calls have cost whoever made them, in the order of [`CALLS`].
+    #[must_use]
+    pub fn call_costs(&self) -> [CallCosts; CALLS.len()] {
+        self.calls.costs()
     }
 
     /// The operator says that a peer (by name or incarnation) is gone for good.

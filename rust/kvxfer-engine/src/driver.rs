@@ -3,6 +3,7 @@
 mod directory;
 mod effects;
 mod peers;
+mod rooms;
 mod staging;
 mod sums;
 
@@ -11,6 +12,7 @@ use crate::carriers::{Carriers, Which};
 use crate::clock::now;
 use crate::config::{AgentConfig, StartError};
 use crate::control::{ConnId, Control, ControlEvent, Guard, Limits, TOKEN_FABRIC, TlsSetup, WatchId};
+use crate::metrics::LinkUse;
 use crate::primitive::lock;
 use crate::queue::Order;
 use crate::rooms::RoomShared;
@@ -54,7 +56,7 @@ pub(crate) struct Driver {
     sched: Scheduler,
     directory: Directory,
     peers: HashMap<PeerKey, PeerIo>,
-    rooms: HashMap<Room, Arc<RoomShared>>,
+    rooms: rooms::Rooms,
     /// Pushes whose pages may not be read yet.
     signals: Vec<(Room, PushId, Arc<dyn ReadySignal>)>,
     /// Dead peers whose pages come back after this time, once the fabrics were idle.
@@ -192,7 +194,7 @@ impl Driver {
             flip_a_byte: config.node.flaw == Some(Flaw::FlipAByte),
             directory,
             peers: HashMap::new(),
-            rooms: HashMap::new(),
+            rooms: rooms::Rooms::default(),
             signals: Vec::new(),
             settling: Vec::new(),
             fabrics_idle_at: Time(0),
@@ -219,7 +221,7 @@ impl Driver {
                 regions: shapes,
                 pages: config.pages.clone(),
             },
-            stats: Stats::default(),
+            stats: Stats { link: LinkUse::new(now), ..Stats::default() },
             stats_at: now,
             expired_at: now,
             closing: None,
@@ -297,6 +299,7 @@ impl Driver {
             self.carry_out(now);
         }
         self.control_events = events;
+        self.stats.link.tick(now, !self.tickets.is_empty());
         if now.since_us(self.stats_at) >= STATS_EVERY_US {
             self.publish_stats(now);
         }
@@ -479,6 +482,8 @@ impl Driver {
         self.stats_at = now;
         self.stats.counters = self.node.counters();
         self.stats.gauges = self.node.gauges();
+        self.stats.rooms = self.rooms.counts();
+        self.stats.link.roll(now, self.stats.moved_bytes);
         self.stats.driver_entries = self.entries() as u64;
         self.stats.data_syscalls = self.carriers.data_syscalls();
         self.stats.connections = self.control.len() as u64;
@@ -536,11 +541,9 @@ impl Driver {
         self.leave();
     }
 
-    fn stage_changed(&self, room: Room, stage: Stage) {
-        if let Some(shared) = self.rooms.get(&room)
-            && stage < Stage::Success
-        {
-            shared.set_stage(stage);
+    fn stage_changed(&mut self, room: Room, stage: Stage) {
+        if stage < Stage::Success {
+            self.rooms.set_stage(room, stage);
         }
     }
 

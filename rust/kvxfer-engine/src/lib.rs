@@ -13,6 +13,8 @@ mod address;
 #[cfg(not(loom))]
 mod agent;
 #[cfg(not(loom))]
+mod calls;
+#[cfg(not(loom))]
 mod carriers;
 #[cfg(not(loom))]
 mod clock;
@@ -22,6 +24,7 @@ mod config;
 mod control;
 #[cfg(not(loom))]
 mod driver;
+mod metrics;
 #[cfg(not(loom))]
 mod order;
 mod primitive;
@@ -46,11 +49,16 @@ pub use address::{DEFAULT_PORT, HostPort};
 #[cfg(not(loom))]
 pub use agent::{Agent, new_room, stage_name};
 #[cfg(not(loom))]
+pub use calls::{CALL_BOUNDS_NS, CALLS, Call, CallCosts, Timed};
+#[cfg(not(loom))]
 pub use config::{AgentConfig, FabricChoice, Staging, StagingMode, StartError, TlsConfig};
 #[cfg(not(loom))]
 pub use control::Limits;
 #[cfg(not(loom))]
 pub use kvxfer_proto::wire::MAX_META_BYTES;
+pub use metrics::{
+    DURATION_BOUNDS_US, Durations, LinkUse, Outcomes, REASONS, ROOM_SIDES, ROOM_STATES, Rate, STAGES,
+};
 #[cfg(not(loom))]
 pub use order::{CallError, ExpectOrder, PushOrder, WaitError};
 pub use rooms::{AgentEvent, after_fork_in_child};

@@ -1,5 +1,6 @@
 //! Counters that the thread writes and anyone may read.
 
+use crate::metrics::{LinkUse, Outcomes, ROOM_SIDES, ROOM_STATES, Rate};
 use kvxfer_proto::node::{Counters, Gauges};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -28,10 +29,12 @@ pub struct Stats {
     pub packed_bytes: u64,
     /// See `packed_bytes`.
     pub unpacked_bytes: u64,
-    /// Deliveries of this agent that went packed, and those that went direct though they could have gone packed.
+    /// Deliveries of this agent that were to go packed, and those that went direct though they could have gone packed.
     pub packed_deliveries: u64,
     /// See `packed_deliveries`.
     pub direct_deliveries: u64,
+    /// Of `packed_deliveries`, those that got no slot and went direct: they are in `direct_deliveries` too.
+    pub packed_fallbacks: u64,
     /// Writes or copies it made.
     pub writes: u64,
     /// System calls for data.
@@ -54,6 +57,14 @@ pub struct Stats {
     pub slow_connections: u64,
     /// Connections that ended for want of the right secret or certificate.
     pub auth_failures: u64,
+    /// How rooms went.
+    pub outcomes: Outcomes,
+    /// Rooms by side ([`ROOM_SIDES`]) and state ([`ROOM_STATES`]).
+    pub rooms: [[u64; ROOM_STATES.len()]; ROOM_SIDES.len()],
+    /// When anything was in flight.
+    pub link: LinkUse,
+    /// What the link gives, over the last second or so.
+    pub rate: Rate,
 }
 
 /// The place where the thread leaves its statistics, at most every few milliseconds.

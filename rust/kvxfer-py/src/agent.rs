@@ -13,7 +13,7 @@ use crate::unreleased::Unreleased;
 use crate::waiter::Waiter;
 use crate::watch::Watch;
 use kvxfer_engine::{
-    AgentConfig, ExpectOrder, FabricChoice, PushOrder, Staging, StagingMode, TlsConfig, stage_name,
+    AgentConfig, Call, ExpectOrder, FabricChoice, PushOrder, Staging, StagingMode, TlsConfig, stage_name,
 };
 use kvxfer_fabric::{MemKind, RegionSpan};
 use kvxfer_proto::PushId;
@@ -225,6 +225,7 @@ impl Agent {
         bootstrap_timeout: Option<Seconds>,
         verify: Option<&str>,
     ) -> PyResult<()> {
+        let _timed = self.inner.engine.begin_call(Call::Expect);
         let verify = match verify {
             None => Verify::Off,
             Some("full") => Verify::Full,
@@ -301,6 +302,7 @@ impl Agent {
         timeout: Option<Seconds>,
         bootstrap_timeout: Option<Seconds>,
     ) -> PyResult<Push> {
+        let _timed = self.inner.engine.begin_call(Call::Push);
         if event.is_some() {
             return Err(errors::unsupported(
                 py,
@@ -345,6 +347,7 @@ impl Agent {
     /// Everything that happened since the last call, oldest first. Never blocks.
     fn poll<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         self.inner.check(py)?;
+        let _timed = self.inner.engine.begin_call(Call::Poll);
         PyList::new(py, self.inner.poll().into_iter().map(Event::new))
     }
 
@@ -388,14 +391,18 @@ impl Agent {
     ///
     /// Counters: `succeeded`, `failed`, `cancelled`, `timed_out` (rooms), `stale_refused`, `protocol_errors`,
     /// `fences`, `sessions`, `moved_bytes`, `summed_bytes`, `packed_bytes` (into staging slots), `unpacked_bytes`,
-    /// `packed_deliveries` and `direct_deliveries` (of those that could go either way), `writes`, `data_syscalls`, `slices`, `sleeps`, `frames_sent`,
+    /// `packed_deliveries` and `direct_deliveries` (of those that could go either way), `packed_fallbacks` (of
+    /// `packed_deliveries`, those that got no slot and went direct), `link_busy_us` (time with anything of ours in
+    /// flight; what overlaps counts once), `writes`, `data_syscalls`, `slices`, `sleeps`, `frames_sent`,
     /// `frames_received`; `bad_connections` (refused or dropped for what came on them), of those
     /// `limited_connections` (past a limit) and `slow_connections` (silent or slow); `auth_failures` (no or a
     /// wrong secret or certificate), `limited` (grants and sessions past a limit). Gauges: `inbound`, `outbound`
     /// (rooms), `granted_pages`, `quarantined_pages`, `peers`, `tombstones` (ended rooms that are remembered),
     /// `deliveries`, `queue_depth`, `queued_events` (not polled yet), `known_rooms` (that calls can name),
     /// `unacknowledged` (control messages), `timers`, `driver_entries` (of the transfer thread's own tables),
-    /// `connections`, `staging_slots` (of our ring, not free), `quarantined_slots`.
+    /// `connections`, `staging_slots` (of our ring, not free), `quarantined_slots`, `link_bytes_per_s` and
+    /// `link_busy_ppm` (bytes a second, and millionths of the time with anything in flight, over the last second or
+    /// so).
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.inner.check(py)?;
         let s = self.inner.engine.stats();
@@ -415,6 +422,8 @@ impl Agent {
             ("unpacked_bytes", s.unpacked_bytes),
             ("packed_deliveries", s.packed_deliveries),
             ("direct_deliveries", s.direct_deliveries),
+            ("packed_fallbacks", s.packed_fallbacks),
+            ("link_busy_us", s.link.busy_us),
             ("writes", s.writes),
             ("data_syscalls", s.data_syscalls),
             ("slices", s.slices),
@@ -442,10 +451,25 @@ impl Agent {
             ("connections", s.connections),
             ("staging_slots", s.gauges.staging_slots),
             ("quarantined_slots", s.gauges.quarantined_slots),
+            ("link_bytes_per_s", s.rate.bytes_per_s),
+            ("link_busy_ppm", s.rate.busy_ppm),
         ] {
             out.set_item(name, value)?;
         }
         Ok(out)
+    }
+
+    /// What `stats` has no plain number for, since the start unless it says now.
+    ///
+    /// `rooms` (now): how many are where, by side (`"decode"` expects, `"prefill"` pushes) and state:
+    /// `"bootstrapping"`, `"waiting"`, `"transferring"`, and `"draining"` for those that failed and whose pages
+    /// are not free. `failed`: by the stage that they were in, and by reason. Histograms, each a dict of
+    /// `bounds_s` (upper bounds in seconds), `counts` (one more than bounds) and `sum_s`: `stages` of rooms that
+    /// ended well, `drains` from a room's failure until its pages were free, and `calls` (`"expect"`, `"push"`,
+    /// `"poll"`), which have the number of `calls` too and time one in 16 of them.
+    fn metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.inner.check(py)?;
+        crate::metrics::to_dict(py, &self.inner.engine.stats(), &self.inner.engine.call_costs())
     }
 
     /// The operator says that a peer (its name, or its incarnation in hex) is gone for good: its pages leave

@@ -13,6 +13,7 @@ mod inner;
 mod layout;
 mod limits;
 mod memory;
+mod metrics;
 mod pages;
 mod plan;
 mod push;

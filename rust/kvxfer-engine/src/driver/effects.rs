@@ -9,7 +9,7 @@ use crate::sched::{FlowEnd, Slice};
 use kvxfer_fabric::{FabricError, Piece};
 use kvxfer_proto::msg::Frame;
 use kvxfer_proto::node::{
-    Action, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Mover, PeerKey,
+    Action, Delivery, DeliveryEnd, DeliveryId, Direction, Event, EventKind, Mover, PeerKey, Stage,
 };
 use kvxfer_proto::plan::Cursor;
 use kvxfer_proto::{Reason, ReasonKind, Time};
@@ -35,7 +35,7 @@ impl Driver {
                 Action::Lent { id, slot } => self.sched.lent(id, slot),
                 Action::Direct(id) => {
                     self.sched.direct(id);
-                    self.stats.packed_deliveries = self.stats.packed_deliveries.saturating_sub(1);
+                    self.stats.packed_fallbacks += 1;
                     self.stats.direct_deliveries += 1;
                 }
                 Action::Unpack(unpacking) => self.begin_unpacking(now, unpacking),
@@ -241,6 +241,29 @@ impl Driver {
         self.node.handle_fenced(now, key, result);
     }
 
+    fn count_event(&mut self, now: Time, event: &AgentEvent) {
+        let outcomes = &mut self.stats.outcomes;
+        match &event.kind {
+            EventKind::Success => outcomes.succeeded(&event.stats),
+            EventKind::Failed(reason) => {
+                // It still shows the stage in which it failed.
+                let stage = self.rooms.get(&event.room).map_or(Stage::Bootstrapping, |r| r.stage());
+                outcomes.failed(stage, reason.kind);
+                if event.released {
+                    outcomes.drains.add(0);
+                } else {
+                    self.rooms.set_draining(event.room, now);
+                }
+            }
+            EventKind::Released => {
+                if let Some(us) = self.rooms.drained_us(event.room, now) {
+                    outcomes.drains.add(us);
+                }
+            }
+            EventKind::Retracted(_) => {}
+        }
+    }
+
     fn event(&mut self, now: Time, event: Event) {
         let room = event.room;
         let retracted = matches!(event.kind, EventKind::Retracted(_));
@@ -254,6 +277,7 @@ impl Driver {
             kind: event.kind,
         };
         let over = event.released && !retracted;
+        self.count_event(now, &out);
         self.shared.tell(out, self.rooms.get(&room).map(|shared| &**shared));
         if over {
             self.rooms.remove(&room);
