@@ -25,8 +25,8 @@ def add(commands: Any, at_least: Callable[[int], Any], fraction: Any, add_json: 
         "proxy",
         help="route OpenAI requests to pairs of prefill and decode servers",
         description=(
-            "An HTTP router for prefill and decode servers that hand off through kvxfer. It sends both legs of "
-            "a request at once, reserves decode's pages and slot before prefill starts, answers 429 with "
+            "An HTTP router for prefill and decode servers that hand off through kvxfer. It sends both legs "
+            "of a request at once, reserves decode's pages and slot before prefill starts, answers 429 with "
             "Retry-After when servers or links are full, and ends both legs when one fails or the client "
             "leaves. docs/proxy.md says what each setting and metric means."
         ),

@@ -38,6 +38,8 @@ log = logging.getLogger("kvxfer.proxy")
 _TO_SERVER = ("Authorization", "X-Request-Id", "traceparent", "tracestate", "User-Agent")
 _TO_CLIENT = ("Content-Type", "Cache-Control", "X-Request-Id", "openai-processing-ms")
 _MEAN = 0.05
+# No text has more or fewer characters a token; what says so is a miscount.
+_LEAST_CHARS, _MOST_CHARS = 0.25, 16.0
 
 
 class _Flow:
@@ -450,7 +452,8 @@ class Router:
     def _count(self, incoming: Incoming, tokens: int) -> None:
         """What a prompt of so many characters came to."""
         if incoming.prompt_tokens is None and incoming.chars >= 16:
-            self.chars_per_token += _MEAN * (incoming.chars / tokens - self.chars_per_token)
+            found = min(_MOST_CHARS, max(_LEAST_CHARS, incoming.chars / tokens))
+            self.chars_per_token += _MEAN * (found - self.chars_per_token)
 
     def _first_token(self, flow: _Flow, room: int) -> None:
         flow.first_s = time.monotonic()
@@ -461,7 +464,8 @@ class Router:
     def _learn(self, flow: _Flow, seen: Seen, answer_tokens: int | None) -> None:
         """What a complete answer teaches."""
         if seen.usage_prompt:
-            self._count(flow.incoming, seen.usage_prompt)
+            if flow.prefilled_s is None:
+                self._count(flow.incoming, seen.usage_prompt)
             self.metrics.prompt_tokens.inc(seen.usage_prompt)
         if answer_tokens:
             self.metrics.answer_tokens.inc(answer_tokens)

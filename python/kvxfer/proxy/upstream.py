@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -68,6 +69,13 @@ class Failure(Exception):
         self.places: frozenset[str] = frozenset()
 
 
+def _words(error: BaseException) -> str:
+    """What went wrong, without the library's own details."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
+    return str(error) or type(error).__name__
+
+
 def _socket(address: Any) -> socket.socket:
     family, kind, protocol = address[:3]
     made = socket.socket(family, kind, protocol)
@@ -125,7 +133,7 @@ class Upstream:
             text = f"no connection to {role} server {server} in {self._settings.connect_timeout_s:g} s"
             return Failure(text, status=504, by="timeout", server=server)
         return Failure(
-            f"{role} server {server} failed {when}: {str(error) or type(error).__name__}", server=server
+            f"{role} server {server} failed {when}: {_words(error)}", server=server
         )
 
     def _refused(self, server: str, role: str, response: aiohttp.ClientResponse, body: bytes) -> Failure:
@@ -213,7 +221,7 @@ class Upstream:
         except asyncio.TimeoutError:
             return None, f"/health did not answer in {self._settings.health_timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
-            return False, str(error) or type(error).__name__
+            return False, _words(error)
 
     async def capacity(self, url: str) -> tuple[int, int] | None:
         """Pages and tokens of a page, as vLLM's `/metrics` has them; None where it has not."""
