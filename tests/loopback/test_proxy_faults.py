@@ -1,4 +1,4 @@
-"""`kvxfer proxy` when something fails: no leg is left behind, and half an answer never looks like a whole one."""
+"""`kvxfer proxy` when something fails: no leg is left behind, half an answer never looks like a whole one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that speak the OpenAI API and hand off nothing: what a router sees of an engine, as a test wants it."""
+"""Servers that speak the OpenAI API and hand off nothing: what a router sees of an engine."""
 
 from __future__ import annotations
 
