@@ -111,6 +111,14 @@ def test_slots_are_kept_under_their_share() -> None:
     assert admission.stats().decode[0].slots == 8
 
 
+def test_new_requests_leave_pages_for_answers_that_grow() -> None:
+    admission = one_pair(pages=100, growth_share=0.1)
+    for number in range(9):
+        admitted(admission.handle_request(0.0, ask(number, prompt=160, answer=0)))
+    assert queued(admission.handle_request(0.0, ask(9, prompt=16, answer=0))).reason is Reason.DECODE_PAGES
+    assert admission.handle_answer(0, 100) == 0, "these are for them"
+
+
 def test_what_never_fits_is_refused_for_good_and_what_only_fits_alone_gets_in_alone() -> None:
     admission = one_pair(pages=100, growth_share=0.1)
     never = refused(admission.handle_request(0.0, ask(1, prompt=1600, answer=1)))

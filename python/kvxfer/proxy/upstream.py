@@ -132,9 +132,7 @@ class Upstream:
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             text = f"no connection to {role} server {server} in {self._settings.connect_timeout_s:g} s"
             return Failure(text, status=504, by="timeout", server=server)
-        return Failure(
-            f"{role} server {server} failed {when}: {_words(error)}", server=server
-        )
+        return Failure(f"{role} server {server} failed {when}: {_words(error)}", server=server)
 
     def _refused(self, server: str, role: str, response: aiohttp.ClientResponse, body: bytes) -> Failure:
         status = response.status
@@ -160,7 +158,9 @@ class Upstream:
         """The prefill leg; the answer, or `Failure`."""
         name = server.spec.name
         try:
-            async with self.session.post(server.url + path, data=body, headers=headers) as response:
+            async with self.session.post(
+                server.url + path, data=body, headers=headers, allow_redirects=False
+            ) as response:
                 data = await response.read()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise self.failure(name, "prefill", error, "before the prompt was computed") from error
@@ -175,7 +175,9 @@ class Upstream:
         """The decode leg until its first event, or to its end if it is not streamed."""
         name = server.spec.name
         try:
-            response = await self.session.post(server.url + path, data=body, headers=headers)
+            response = await self.session.post(
+                server.url + path, data=body, headers=headers, allow_redirects=False
+            )
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise self.failure(name, "decode", error, "before it answered") from error
         opened = Opened(name, response)
