@@ -83,7 +83,6 @@ class Admission:
         self._held: dict[Hashable, Held] = {}
         self._queue: OrderedDict[Hashable, _Waiting] = OrderedDict()
         self._queued_tokens = 0
-        self._turn = 0
         # A queue that was looked through in vain stays as it is until something is given back.
         self._stuck = False
         self._hold = Mean(0.0)
@@ -447,8 +446,7 @@ class Admission:
     def _least(self, cost: Floats) -> int:
         least = float(cost.min())
         alike = np.flatnonzero(cost <= least + abs(least) * _ALIKE) if np.isfinite(least) else (0,)
-        self._turn += 1
-        return int(alike[self._turn % len(alike)])
+        return int(alike[self._admitted % len(alike)])
 
     def _move_s(self, p: int, tokens: int) -> Floats:
         """How long the bytes will take to each decode server, with those that are before them."""

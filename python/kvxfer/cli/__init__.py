@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvxfer
-from kvxfer.cli import _bench_parsers, _plan_parsers, _sim_parsers
+from kvxfer.cli import _bench_parsers, _plan_parsers, _proxy_parser, _sim_parsers
 from kvxfer.cli._errors import CommandError
 
 __all__ = ["main"]
@@ -359,6 +359,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (_demo, _doctor, _bench, _stress, _soak, _plan, _sim, _top):
         add(commands)
+    _proxy_parser.add(commands, _at_least, _fraction, _add_json)
     return parser
 
 
