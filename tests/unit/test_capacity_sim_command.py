@@ -30,7 +30,6 @@ def results(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[st
 def test_the_comparison_of_the_field_makes_its_tables_and_its_picture(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "out.png"
     status, out, _ = run(
         capsys,
@@ -205,7 +204,6 @@ def test_a_plot_without_matplotlib_says_what_to_install(
 
 
 def test_a_plot_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     for file in (tmp_path / "no" / "out.png", tmp_path / "out.nonsense"):
         status, _, err = run(capsys, "--compare", "push", "--qps", "1", "--plot", str(file), *SHORT)
         assert status == 1
