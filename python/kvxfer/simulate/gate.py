@@ -19,8 +19,9 @@ __all__ = ["Gate"]
 class Gate:
     """Holds requests back until what they need is reserved.
 
-    Answers' lengths are told as they will be, as `max_tokens` tells them. The queue, the prefill servers and
-    the links may each be behind by as much as the SLO of the first token allows and no more.
+    Answers' lengths are told as they will be, as `max_tokens` tells them. What the SLO of the
+    first token leaves beside the prompt itself and its hand-off may be waited: a third each in the queue, at
+    the prefill server and on the links.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -29,15 +30,19 @@ class Gate:
         prompt = int(np.median(cluster.traffic.prompts))
         per_s = prompt / engine.prompt_ms(prompt, setup.chunk) * 1e3
         gbytes_per_s = engine.link_bytes_ms * 1e3 / 1e9
+        own_s = prompt / per_s
+        move_s = (costs.post_ms(prompt) + costs.kv_bytes(prompt) / engine.link_bytes_ms) / 1e3
         slo_s = setup.slo_ttft_ms / 1e3
+        # What a prompt of the usual length leaves of the time, for all that it may have to wait for.
+        spare_s = max(slo_s - own_s - move_s, slo_s / 10)
         self._cluster = cluster
         self._admission = Admission(
             Config(
                 kv_bytes_per_token=int(costs.kv_bytes_per_token),
                 handoff_ms=costs.post_fixed_ms + 2 * costs.control_ms,
-                link_backlog_s=slo_s,
-                prefill_backlog_s=slo_s,
-                queue_wait_s=slo_s,
+                link_backlog_s=move_s + spare_s / 3,
+                prefill_backlog_s=own_s + spare_s / 3,
+                queue_wait_s=spare_s / 3,
                 route="requests" if setup.route == "requests" else "load",
                 time_per_token_ms=engine.step_ms(1, prompt),
             )

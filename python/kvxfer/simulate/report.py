@@ -102,8 +102,7 @@ LEGEND = (
 
 # A queue that grows by this part of what arrives has no end.
 _GROWS = 0.05
-_LINE_RATE = 0.9
-_IDLE = 0.5
+_JAMMED = 0.02
 
 
 def sections(
@@ -130,16 +129,13 @@ def notes(name: str, result: Result) -> list[str]:
     found = result.summary
     said = []
     arrives = found["requests"] / max(found["run_s"], 1e-9)
-    jammed = found["link_use_max"] >= _LINE_RATE
-    if (
-        jammed
-        and found["slots_used_fraction"] < _IDLE
-        and found["prefill_queue_growth_per_s"] > _GROWS * arrives
-    ):
+    if found["jammed_fraction"] > _JAMMED:
         said.append(
-            f"{name}: the link is at line rate while decode has free slots and the prefill queue grows: "
-            f"more is prefilled than "
-            "the link can carry. Admit before prefill (--admission), or send less over this link"
+            f"{name}: for {100 * found['jammed_fraction']:.0f} % of the time the links are at line rate "
+            f"while decode has "
+            "free slots and more requests wait than are answered: more is prefilled than the links can "
+            "carry. "
+            "Admit before prefill (--admission), or send less over these links"
         )
     elif found["slots_used_fraction"] > 0.8:
         said.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -74,6 +75,25 @@ def _growth_per_s(samples: list[Sample], level: Callable[[Sample], float], until
     x = x - x.mean()
     square = float((x * x).sum())
     return float((x * y).sum()) / square if square else 0.0
+
+
+_LINE_RATE = 0.9
+_HALF = 0.5
+
+
+def _jammed_fraction(cluster: Cluster, slots: int) -> float:
+    """Part of the time in which links are at line rate, decode has slots, and more wait than are answered."""
+    prefills, decodes = cluster.servers
+    if not prefills:
+        return 0.0
+    whole = decodes[0].receives.bytes_ms * len(decodes)
+    jams = pairs = 0
+    for before, now in itertools.pairwise(s for s in cluster.samples if s.at_ms <= cluster.mark.at_ms):
+        use = (now.link_bytes - before.link_bytes) / (whole * (now.at_ms - before.at_ms))
+        waiting = now.prefill_queue + now.handoff_queue
+        pairs += 1
+        jams += use >= _LINE_RATE and now.slots_used < _HALF * slots and waiting > now.slots_used
+    return jams / pairs if pairs else 0.0
 
 
 def simulate(setup: Setup, traffic: Traffic, costs: Costs | None = None) -> Result:
@@ -153,6 +173,7 @@ def simulate(setup: Setup, traffic: Traffic, costs: Costs | None = None) -> Resu
         "link_use_mean": mark.link_bytes / whole_ms / len(decodes) / costs.engine(setup.tp).link_bytes_ms,
         "link_use_max": mark.link_use_max,
         "link_busy_fraction": mark.link_used_ms / whole_ms / len(decodes),
+        "jammed_fraction": _jammed_fraction(cluster, slots),
         "kv_moved_bytes": cluster.moved_bytes,
         "offload_bytes": cluster.spilled_bytes,
         "prefix_tokens": cluster.prefix_tokens,
