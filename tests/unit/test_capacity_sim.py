@@ -380,6 +380,9 @@ def test_users_never_have_more_under_way_than_there_are() -> None:
     under_way = np.cumsum([change for _, change in edges])
     assert under_way.max() == 5
     assert len(cluster.requests) == 60
+    # Those that are refused at once are followed at once.
+    refused = run(Setup(PUSH, tp=2), users(users=2, requests=3000, prompt=10**7, answer=10, seed=1))
+    assert refused.refused == len(refused.requests) == 3000
 
 
 # What one can switch.

@@ -38,7 +38,7 @@ class Setup:
             prompt is prefill without chunks.
         page_tokens: tokens of a page.
         admission: admit by `kvxfer.admission`: decode's pages for prompt and answer and a slot are reserved
-            before prefill starts.
+            before prefill starts. Plain servers reserve pages for the answer as well, and take all.
         route: choose the server with the fewest requests under way, or with the fewest bytes of them.
         posting: where posting runs, if not where the mode says.
         failure_rate: part of the hand-offs that break on their way.
@@ -138,6 +138,7 @@ class Cluster:
         self._engine = costs.engine(setup.tp)
         self._split = setup.mode.split
         self._ended = 0
+        self._issued = 0
         self._prefills: list[Server] = []
         if self._split:
             self._prefills = [self._server("prefill", i) for i in range(setup.prefill)]
@@ -177,8 +178,8 @@ class Cluster:
     def run(self) -> None:
         """Until every request has ended."""
         traffic = self.traffic
-        first = min(traffic.users, len(traffic)) if traffic.users else 1
-        for number in range(first):
+        self._issued = min(traffic.users, len(traffic)) if traffic.users else 1
+        for number in range(self._issued):
             self.clock.at(float(traffic.arrivals_ms[number]), self._arrive, number)
         if not traffic.users:
             self._sample(max(1.0, float(traffic.arrivals_ms[-1]) / _SAMPLES))
@@ -422,8 +423,9 @@ class Cluster:
         self._ended += 1
         if self._gate is not None and request.decode is not None:
             self._gate.ended(request)
-        if self.traffic.users and len(self.requests) < len(self.traffic):
-            self._arrive(len(self.requests))
+        if self.traffic.users and self._issued < len(self.traffic):
+            self.clock.after(0.0, self._arrive, self._issued)
+            self._issued += 1
 
     def reject(self, request: Request) -> None:
         """Admission says no: the client gets 429."""
