@@ -232,4 +232,6 @@ def test_the_classic_failure_goes_when_admission_is_on(classic: dict[str, Result
     assert burst["waiting"] < 0.15 * Classic.in_burst(classic["off"])["waiting"]
     # It is paid for: more come than the link carries, and some are told so at once.
     assert 0 < on["rejected"] < 0.25 * on["requests"]
-    assert on["goodput_per_s"] > off["goodput_per_s"]
+    assert on["goodput_per_s"] > 1.3 * off["goodput_per_s"]
+    assert on["jammed_fraction"] == 0
+    assert off["jammed_fraction"] > 0.05
