@@ -136,9 +136,8 @@ ptx: ## Compile cuda/pack.cu into the PTX that is committed (NVRTC from PyPI; no
 
 pictures: ## Draw docs/pictures from what the planner and the simulator answer
 	@scripts/preflight.sh rust python
-	@$(setup) --extension
+	@$(setup) --extras plot --extension
 	@$(BIN)/python scripts/draw_plans.py
-	@$(setup) --extras plot
 	@$(BIN)/python scripts/draw_split.py
 
 clean: ## Remove the venv, build outputs and caches
