@@ -134,10 +134,11 @@ ptx: ## Compile cuda/pack.cu into the PTX that is committed (NVRTC from PyPI; no
 	@$(setup) --extras kernels
 	@$(BIN)/python scripts/build_ptx.py
 
-pictures: ## Draw docs/pictures from what the planner answers
+pictures: ## Draw docs/pictures from what the planner and the simulator answer
 	@scripts/preflight.sh rust python
-	@$(setup) --extension
+	@$(setup) --extras plot --extension
 	@$(BIN)/python scripts/draw_plans.py
+	@$(BIN)/python scripts/draw_split.py
 
 clean: ## Remove the venv, build outputs and caches
 	@rm -rf $(VENV) $(VENV)-peers target fuzz/target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

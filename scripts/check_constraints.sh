@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ "$#" -gt 0 ] || set -- python3
 for python in "$@"; do
     echo "== $("$python" --version)"
-    mapfile -t wanted < <("$python" scripts/setup_env.py --list demo,test,ucx,kernels,prometheus,dev,lint-tools)
+    mapfile -t wanted < <("$python" scripts/setup_env.py --list demo,test,ucx,kernels,prometheus,proxy,dev,lint-tools)
     "$python" -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed --only-binary=:all: \
         -c constraints.txt "${wanted[@]}"
     "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \

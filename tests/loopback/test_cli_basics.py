@@ -27,14 +27,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_version_and_help() -> None:
     assert run("--version").stdout == f"kvxfer {kvxfer.__version__}\n"
     text = run("--help").stdout
-    for command in ("demo", "doctor", "bench", "stress", "plan"):
+    for command in ("demo", "doctor", "bench", "stress", "plan", "sim", "proxy"):
         assert f"\n    {command} " in text
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(("demo",), ("doctor",), ("bench",), ("stress",), ("plan",)),
+        *(("demo",), ("doctor",), ("bench",), ("stress",), ("plan",), ("sim",), ("proxy",)),
         *(("bench", name) for name in ("post", "transfer", "peers", "loop", "plan")),
     ],
 )

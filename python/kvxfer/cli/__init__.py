@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvxfer
-from kvxfer.cli import _bench_parsers, _plan_parsers
+from kvxfer.cli import _bench_parsers, _plan_parsers, _proxy_parser, _sim_parsers
 from kvxfer.cli._errors import CommandError
 
 __all__ = ["main"]
@@ -342,6 +342,10 @@ def _plan(commands: Any) -> None:
     _plan_parsers.add(commands, _at_least, _add_json)
 
 
+def _sim(commands: Any) -> None:
+    _sim_parsers.add(commands, _at_least, _add_json)
+
+
 def _top(commands: Any) -> None:
     _plan_parsers.add_top(commands, _add_json)
 
@@ -353,8 +357,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvxfer {kvxfer.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_demo, _doctor, _bench, _stress, _soak, _plan, _top):
+    for add in (_demo, _doctor, _bench, _stress, _soak, _plan, _sim, _top):
         add(commands)
+    _proxy_parser.add(commands, _at_least, _fraction, _add_json)
     return parser
 
 
