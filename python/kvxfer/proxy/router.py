@@ -305,7 +305,7 @@ class Router:
                 if not failure.retry or flow.reached or attempt > self.settings.retries or self.stopping:
                     raise
                 # Where a hand-off breaks, either side may be the cause.
-                avoid |= failure.places
+                avoid |= failure.places | {failure.server}
                 self.metrics.retries.inc()
 
     async def _try(self, flow: _Flow, room: int, avoid: frozenset[str], again: bool) -> web.StreamResponse:
