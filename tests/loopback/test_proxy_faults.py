@@ -518,3 +518,14 @@ def test_clients_never_see_a_broken_connection_where_a_server_breaks() -> None:
             s.nothing_is_held()
 
     run(test())
+
+
+def test_it_stops_although_servers_fail_at_that_moment() -> None:
+    async def test() -> None:
+        async with scene(prefills=2, decodes=2, health_interval_s=60.0) as s:
+            for name in s.router.watches:
+                s.router._nudge(name)
+            await s.router.stop()
+            assert all(watch.task.done() for watch in s.router.watches.values())
+
+    run(test())
