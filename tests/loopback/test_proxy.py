@@ -7,7 +7,6 @@ import json
 import resource
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from fake_openai import (
@@ -534,6 +533,7 @@ def test_a_large_request_is_taken_and_a_larger_one_is_told_so() -> None:
             ) as response:
                 assert response.status == 413
                 assert (await response.json())["error"]["type"] == "invalid_request_error"
-            assert isinstance(response, aiohttp.ClientResponse)
+            metrics = await s.metrics()
+            assert metrics['kvxfer_proxy_requests_total{outcome="bad_request",path="/v1/completions"}'] == 1
 
     run(test())

@@ -256,6 +256,9 @@ class Router:
             except BadRequest as broken:
                 outcome = "bad_request"
                 return error(str(broken), 400)
+            except web.HTTPException:
+                outcome = "bad_request"
+                raise
             flow = _Flow(request, incoming, began_s)
             task = asyncio.current_task()
             assert task is not None
