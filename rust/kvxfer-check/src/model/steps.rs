@@ -472,8 +472,7 @@ impl World {
             }
             Step::Awake(at, wait, continued) => {
                 self.order(*at, |n| n.run_out(NOW, *wait));
-                touched = *continued;
-                touched[*at] = true;
+                touched = [true; 3];
                 for who in self.setup.clone().addresses().filter(|who| continued[*who]) {
                     self.proc(who).stopped = false;
                 }

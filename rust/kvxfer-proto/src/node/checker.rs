@@ -6,7 +6,8 @@
 
 use super::inbound::Inbound;
 use super::outbound::Outbound;
-use super::{Counters, Node, PeerKey, Timer};
+use super::peer::Fence;
+use super::{Counters, Direction, Node, PeerKey, Timer};
 use crate::ids::{Room, Seq, SessionNo, Time};
 use crate::msg::Msg;
 use crate::staging::Credits;
@@ -80,9 +81,19 @@ impl Node {
         {
             progress.forget_stats();
         }
-        for peer in self.peers.values_mut() {
+        for (key, peer) in &mut self.peers {
             peer.last_heard = Time(0);
             peer.lost_since = peer.lost_since.map(|_| Time(0));
+            if peer.session.is_none() {
+                peer.link.forget_session();
+            }
+            if matches!(peer.fence, Fence::Running { .. }) {
+                // No session is taken meanwhile, and its end sets these.
+                peer.lost_since = Some(Time(0));
+                if key.direction == Direction::TheyGrant {
+                    peer.attached = None;
+                }
+            }
         }
         self.timers.forget_times();
         self.tombs.forget_order();
