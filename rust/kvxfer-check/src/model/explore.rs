@@ -1,5 +1,6 @@
 //! Walking all of a world's states, or a random path.
 
+use super::apart::Apart;
 use super::fp::{PrintMap, Prints};
 use super::steps::Step;
 use super::world::{Setup, World};
@@ -81,6 +82,8 @@ pub struct Report {
     pub complete: bool,
     /// States.
     pub states: u64,
+    /// Of these, states of the destination and one source whose business is apart from the other's.
+    pub apart: u64,
     /// Steps between states.
     pub transitions: u64,
     /// States in which nothing happens any more.
@@ -113,7 +116,7 @@ impl Level {
 }
 
 /// Steps that no path comes near: one that is longer goes on for ever, with counters that rise.
-const LONGEST: usize = 400;
+pub(super) const LONGEST: usize = 400;
 
 /// Walks every state, depth first. There is no bound on the depth: a path that comes back to a state of its own never
 /// ends, and is reported.
@@ -140,6 +143,7 @@ pub fn explore_and_tell(
     let mut report = Report {
         complete: false,
         states: 1,
+        apart: 0,
         transitions: 0,
         ends: 0,
         outcomes: BTreeSet::new(),
@@ -148,6 +152,7 @@ pub fn explore_and_tell(
         took: Duration::ZERO,
         found: None,
     };
+    let mut apart = Apart::new(&root);
     let print = root.fingerprint();
     visited.insert(print);
     on_path.insert(print);
@@ -187,6 +192,10 @@ pub fn explore_and_tell(
             continue;
         }
         report.states += 1;
+        if next.is_apart() && apart.walk(&next, &mut report.outcomes) {
+            report.by_faults[usize::from(setup.faults - next.faults_left)] += 1;
+            continue;
+        }
         on_path.insert(print);
         path.push(Level::new(next, print));
         report.deepest = report.deepest.max(path.len() - 1);
@@ -200,6 +209,10 @@ pub fn explore_and_tell(
             break;
         }
     }
+    report.states += apart.states;
+    report.apart = apart.states;
+    report.transitions += apart.transitions;
+    report.ends += apart.ends;
     report.took = began.elapsed();
     report.complete = path.is_empty() && wrong.is_none();
     report.found = wrong.map(|violation| {
@@ -227,6 +240,7 @@ pub fn shortest(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
     let mut report = Report {
         complete: false,
         states: 1,
+        apart: 0,
         transitions: 0,
         ends: 0,
         outcomes: BTreeSet::new(),

@@ -34,6 +34,7 @@
 //! to itself, or counts up for ever, is reported ([`Property::EveryPathEnds`]). [`shortest`] walks breadth first, for
 //! short counterexamples; [`walk`] walks random paths with more faults, by seed.
 
+mod apart;
 mod canon;
 mod driver;
 mod explore;

@@ -101,6 +101,8 @@ impl World {
         let mut out = Walked::new();
         for step in all {
             match step {
+                // Time that passes for a source that is left out is not seen here.
+                Step::Continue(_) if self.setup.left_out.is_some() => out.push((step, None)),
                 Step::Continue(_) => {}
                 Step::Stop(at) => {
                     if self.lets_time_pass(at) {
@@ -131,7 +133,7 @@ impl World {
     }
 
     /// Whether the destination that is alive knows nothing of this room, and never will.
-    fn is_gone(&self, r: usize) -> bool {
+    pub(crate) fn is_gone(&self, r: usize) -> bool {
         let d = &self.procs[D];
         !d.rooms[r].ordered && d.to_expect & (1 << r) == 0
     }

@@ -543,22 +543,24 @@ impl World {
 
     /// How every room stands at every process, in short. Of a process that is never continued nothing is asked.
     pub(crate) fn outcome(&self) -> String {
-        let of = |at: usize| {
-            let p = &self.procs[at];
-            if p.stopped {
-                return format!("{} stopped", self.name(at));
-            }
-            let rooms = p.rooms.map(|s| {
-                let end = match (s.success, s.failed) {
-                    (0, 0) => "open",
-                    (0, _) => "failed",
-                    _ => "success",
-                };
-                format!("{end}/{}", s.released)
-            });
-            format!("{} {}", self.name(at), rooms.join(" "))
-        };
-        self.setup.addresses().map(of).collect::<Vec<_>>().join(", ")
+        self.setup.addresses().map(|at| self.outcome_at(at)).collect::<Vec<_>>().join(", ")
+    }
+
+    /// The same of one process.
+    pub(crate) fn outcome_at(&self, at: usize) -> String {
+        let p = &self.procs[at];
+        if p.stopped {
+            return format!("{} stopped", self.name(at));
+        }
+        let rooms = p.rooms.map(|s| {
+            let end = match (s.success, s.failed) {
+                (0, 0) => "open",
+                (0, _) => "failed",
+                _ => "success",
+            };
+            format!("{end}/{}", s.released)
+        });
+        format!("{} {}", self.name(at), rooms.join(" "))
     }
 
     fn left_over(&self) -> Option<Violation> {

@@ -157,6 +157,8 @@ pub struct Setup {
     pub in_order: bool,
     /// A rule that the machines break.
     pub flaw: Option<Flaw>,
+    /// A source that takes no part: what is left of a world once it has nothing to do with that source any more.
+    pub left_out: Option<usize>,
     /// What need not be walked; only [`super::explore`] looks at it.
     pub reduced: Reduction,
     /// Only this property is checked; all if `None`.
@@ -174,6 +176,7 @@ impl Setup {
             stops: faults,
             pieces: 1,
             in_order: false,
+            left_out: None,
             reduced: Reduction::Orders,
             sources: 2,
             slots: 1,
@@ -193,8 +196,8 @@ impl Setup {
 
     /// The addresses that have a process.
     pub(crate) fn addresses(&self) -> impl Iterator<Item = usize> + use<> {
-        let sources = self.sources;
-        (0..=D).filter(move |i| *i == D || *i < sources)
+        let (sources, left_out) = (self.sources, self.left_out);
+        (0..=D).filter(move |i| *i == D || *i < sources && Some(*i) != left_out)
     }
 }
 
