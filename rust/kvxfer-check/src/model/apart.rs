@@ -23,16 +23,18 @@
 //! machines. So if a pair is found to break a rule, that state is walked whole: what is reported has happened to both.
 
 use super::fp::{PrintMap, Prints};
-use super::world::{D, Proc, Reduction, S0, S1, Setup, World, address};
+use super::world::{D, EMPTY, NOW, Proc, Reduction, S0, S1, Setup, World, address, tag};
 use kvxfer_proto::node::PeerKey;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 impl World {
-    /// Whether the two sources have nothing to do with each other any more.
+    /// Whether all that the two sources still share is the last room's end.
     pub(crate) fn is_apart(&self) -> bool {
         let s = &self.setup;
         let d = &self.procs[D];
+        let rooms = || 0..d.rooms.len();
+        let same_lives = self.procs.iter().all(|p| p.life == 0);
         s.reduced == Reduction::Orders
             && s.sources == 2
             && s.left_out.is_none()
@@ -40,11 +42,11 @@ impl World {
             && self.faults_left == 0
             && s.faults > 0
             && !d.resolving
-            && d.running.is_empty()
-            && (0..d.rooms.len()).all(|r| self.is_gone(r) || d.rooms[r].is_over())
+            && rooms().all(|r| self.is_gone(r) || d.rooms[r].ordered)
+            && (same_lives || rooms().all(|r| self.is_gone(r) || d.rooms[r].is_over()))
     }
 
-    /// The world that this source has left: the destination has its word that it will do nothing more.
+    /// The world that this source has left.
     pub(crate) fn without(&self, left: usize, setup: &Arc<Setup>, blank: &Arc<Proc>) -> Self {
         let mut w = self.clone();
         w.setup = setup.clone();
@@ -52,26 +54,56 @@ impl World {
         w.conns.retain(|c| address(c.who[1]) != left);
         w.writes.retain(|x| address(x.from) != left);
         w.procs[left] = blank.clone();
-        let forgot_living = w.procs[D].forgot_living;
-        let keys: Vec<PeerKey> =
-            self.procs[D].node.peer_keys().filter(|k| address(k.incarnation) == left).collect();
-        for key in keys {
-            w.order(D, |n| n.handle_evict(super::world::NOW, key));
-            if w.procs[D].fencing.contains_key(&key) {
-                w.fence_done(D, key);
-            }
-        }
         let p = w.proc(D);
-        p.forgot_living = forgot_living;
-        p.dialling.retain(|k| address(k.incarnation) != left);
-        p.eps.retain(|k, _| address(k.incarnation) != left);
-        p.fencing.retain(|k, _| address(k.incarnation) != left);
-        p.broken.retain(|k| address(k.incarnation) != left);
-        p.watched.retain(|who| address(*who) != left);
-        p.dying.retain(|who| address(*who) != left);
-        p.settling.retain(|who| address(*who) != left);
+        let of = |k: &PeerKey| address(k.incarnation) == left;
+        for key in p.node.peer_keys().filter(of).collect::<Vec<_>>() {
+            p.node.leave_out(key);
+        }
+        p.running.retain(|_, r| !of(&r.key));
+        p.dialling.retain(|k| !of(k));
+        p.eps.retain(|k, _| !of(k));
+        p.fencing.retain(|k, _| !of(k));
+        p.broken.retain(|k| !of(k));
+        for set in [&mut p.watched, &mut p.dying, &mut p.settling] {
+            set.retain(|who| address(*who) != left);
+        }
+        p.cells[left] = [EMPTY; 2];
+        w.settle_what_is_over();
         w.tidy([true; 3]);
         w
+    }
+
+    /// The parts of rooms that the source that is left out still has.
+    fn left_out_parts(&self) -> Vec<PeerKey> {
+        let Some(left) = self.setup.left_out else { return Vec::new() };
+        self.procs[D].node.awaited().filter(|k| address(k.incarnation) == left).collect()
+    }
+
+    /// Whether the source that is left out still has a part in a room.
+    pub(crate) fn awaits_left_out(&self) -> bool {
+        !self.left_out_parts().is_empty()
+    }
+
+    /// The source that is left out has done its part, or never will.
+    pub(crate) fn settle(&mut self, delivered: bool) {
+        let (parts, left) = (self.left_out_parts(), self.setup.left_out.unwrap_or(S1));
+        if delivered && let Some(r) = self.procs[D].rooms.iter().position(|s| s.ordered && !s.is_over()) {
+            self.proc(D).cells[left] = [tag(r); 2];
+        }
+        for key in parts {
+            self.order(D, |n| n.settle_left_out(NOW, key, delivered));
+        }
+    }
+
+    /// A room that is over waits no longer for the source that is left out.
+    pub(crate) fn settle_what_is_over(&mut self) -> bool {
+        let over = self.setup.left_out.is_some()
+            && self.awaits_left_out()
+            && self.procs[D].rooms.iter().all(|s| !s.ordered || s.is_over());
+        if over {
+            self.settle(false);
+        }
+        over
     }
 
     /// How a pair ended.
@@ -80,6 +112,7 @@ impl World {
         Ending {
             source: self.outcome_at(of),
             stopped: d.stopped.then(|| self.outcome_at(D)),
+            ends: d.rooms.map(|s| (s.success, s.failed)),
             released: d.rooms.map(|s| s.released),
         }
     }
@@ -90,6 +123,7 @@ impl World {
 struct Ending {
     source: String,
     stopped: Option<String>,
+    ends: [(u8, u8); 2],
     released: [u8; 2],
 }
 
@@ -156,7 +190,7 @@ impl Apart {
         let [a, b] = both.map(|n| &self.ways[n as usize]);
         for a in a.iter().map(|n| &self.endings[*n as usize]) {
             for b in b.iter().map(|n| &self.endings[*n as usize]) {
-                if a.stopped == b.stopped {
+                if (&a.stopped, a.ends) == (&b.stopped, b.ends) {
                     outcomes.insert(w.outcome_of_both(a, b));
                 }
             }
@@ -250,6 +284,7 @@ impl World {
             let p = end.proc(D);
             p.stopped = false;
             for (r, s) in p.rooms.iter_mut().enumerate() {
+                (s.success, s.failed) = a.ends[r];
                 s.released = a.released[r].min(b.released[r]);
             }
             end.outcome_at(D)

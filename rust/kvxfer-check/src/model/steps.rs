@@ -37,6 +37,8 @@ pub enum Step {
     Elapse(usize, Wait),
     /// Time passes, and then these processes are continued.
     Awake(usize, Wait, [bool; 3]),
+    /// The source that is left out has brought all that it owes, or never will (`apart.rs`).
+    Settle(bool),
     // Faults.
     Cancel(usize, usize),
     RunOut(usize, Wait),
@@ -67,7 +69,7 @@ impl Step {
     pub(crate) fn plainly(self) -> Vec<Self> {
         match self {
             // An oath takes nothing away from what the others can do: the path is one without it, too.
-            Self::Doom(_) => Vec::new(),
+            Self::Doom(_) | Self::Settle(_) => Vec::new(),
             Self::Awake(at, wait, continued) => {
                 let them = (0..=D).filter(|who| continued[*who]).map(Self::Continue);
                 std::iter::once(Self::Elapse(at, wait)).chain(them).collect()
@@ -141,6 +143,9 @@ impl World {
         if quiet {
             self.passing_time(&mut out);
         }
+        if self.awaits_left_out() && !self.procs[D].stopped {
+            out.extend([true, false].map(Step::Settle));
+        }
         if self.faults_left > 0 {
             let first = out.len();
             self.faults(&mut out);
@@ -159,7 +164,7 @@ impl World {
     /// Whether a path may end without this step.
     pub(crate) fn is_optional(&self, step: &Step) -> bool {
         match step {
-            Step::Continue(_) => true,
+            Step::Continue(_) | Step::Settle(_) => true,
             // Memory that is mapped or registered goes on taking writes; a sender need never learn of the close.
             Step::Broken(..) => self.setup.family.is_unfenced(),
             _ => false,
@@ -363,7 +368,8 @@ impl World {
     #[must_use]
     pub fn after(&self, step: &Step) -> Option<Self> {
         let mut w = self.clone();
-        let touched = w.apply(step)?;
+        let mut touched = w.apply(step)?;
+        touched[D] |= w.settle_what_is_over();
         if !w.settle_oaths() {
             return None;
         }
@@ -476,6 +482,10 @@ impl World {
                 for who in self.setup.clone().addresses().filter(|who| continued[*who]) {
                     self.proc(who).stopped = false;
                 }
+            }
+            Step::Settle(delivered) => {
+                self.settle(*delivered);
+                touched[D] = true;
             }
             Step::Cancel(at, r) => {
                 let seen = &mut self.proc(*at).rooms[*r];
@@ -734,6 +744,8 @@ impl fmt::Display for Words<'_> {
             Step::Awake(at, wait, _) => {
                 write!(f, "{}: time runs out for {}, and who was stopped goes on", name(at), self.wait(*wait))
             }
+            Step::Settle(true) => write!(f, "the source that is left out has done its part"),
+            Step::Settle(false) => write!(f, "the source that is left out will do nothing more"),
             Step::Cancel(at, r) => write!(f, "FAULT {}: the engine cancels room {}", name(at), room(*r)),
             Step::RunOut(at, wait) => write!(f, "FAULT {}: time runs out for {}", name(at), self.wait(*wait)),
             Step::Restart(at) => write!(f, "FAULT {}: is killed and another starts in its place", name(at)),

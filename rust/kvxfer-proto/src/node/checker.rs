@@ -212,6 +212,29 @@ impl Node {
         self.peers.get(&key).is_some_and(|p| p.link.was_used())
     }
 
+    /// Takes a peer out of this node's world. Its part of a room stays open until [`Node::settle_left_out`].
+    pub fn leave_out(&mut self, key: PeerKey) {
+        self.peers.remove(&key);
+        self.dirty.remove(&key);
+        self.timers.cancel(Timer::Peer(key));
+        self.forget_copies(key);
+        self.deliveries.retain(|_, d| d.peer() != key);
+    }
+
+    /// Every peer whose part of a room that is expected here is open, present or left out.
+    pub fn awaited(&self) -> impl Iterator<Item = PeerKey> {
+        self.granted_keys().filter(|key| self.inbound.values().any(|r| r.depends_on(*key)))
+    }
+
+    /// A peer that was left out has brought all that it owes, or never will and writes no more.
+    pub fn settle_left_out(&mut self, now: Time, key: PeerKey, delivered: bool) {
+        if delivered {
+            self.count_as_delivered(now, key);
+        } else {
+            self.inbound_fenced(now, key);
+        }
+    }
+
     /// Every peer that is known.
     pub fn peer_keys(&self) -> impl Iterator<Item = PeerKey> {
         self.peers.keys().copied()
