@@ -1,26 +1,33 @@
-//! Two sources that have nothing to do with each other any more are walked apart.
+//! Two sources that share nothing but the last room's end are walked apart.
 //!
-//! Once no fault is left and every room that the destination has or will have is over there, what it and one source still
-//! do is nobody else's business: they close, fence, meet again, and tell each other how rooms ended. No step of the one
-//! pair enables, stops or changes one of the other. So instead of every state of the one pair with every state of the
-//! other, each pair is walked alone, in the world that the other source has left ([`World::without`]).
+//! Once no fault is left and no room is yet to be expected, what the destination and one source still do is nobody else's
+//! business: they close, fence, meet again, hand off their part of the last room, and tell each other how rooms ended. No
+//! step of the one pair enables, stops or changes one of the other, but for what follows. So instead of every state of the
+//! one pair with every state of the other, each pair is walked alone, in the world that the other source has left
+//! ([`World::without`]): if no rule is broken in either, none is in the whole.
 //!
-//! *What a pair still shares with the other*, and why nothing is lost:
+//! *What the pairs share*, and what stands for it in the world of one:
 //!
-//! * *A failed room's page* is given back when both sources have answered or were fenced. To leave a source out, the
-//!   destination evicts it: that is its answer, at the earliest moment. So the page is given back as soon as the source
-//!   that is left has answered, never later than in the whole world, and a write of that source that would land after
-//!   that does so here. Nobody gets the page after that, and nothing that the two still say depends on it.
-//! * *Time* passes in the whole world when nothing is left to happen in either pair, and of timers that run out by
-//!   default lengths the shortest of both is first. Here it passes once nothing is left to happen in this one. And as the
-//!   time that a stopped process waited for may be the other pair's, it may be continued at any moment. Both only add
-//!   paths.
-//! * *The destination's table of peers.* Its limit is far away. Where links of new peers start is common to all, but no
-//!   new peer comes: nothing is expected of one.
+//! * *The last room, while it goes on.* To one pair the other's part in it is done at some moment, or the room fails
+//!   because of the other at some moment, or neither ever happens: [`Step::Settle`](super::Step::Settle) does either at any
+//!   moment at which the destination runs. Which of these the other pair really can bring about is not asked.
+//! * *A failed room's page* is given back when both sources have answered or were fenced. Here the source that has left is
+//!   taken to have done so at once. So the page is given back as soon as the other source has answered, never later than
+//!   in the whole, and a write of that source that would land after that does so here. Nobody gets the page after that, and
+//!   nothing that the two still say depends on it.
+//! * *Time* passes in the whole when nothing is left to happen in either pair, and of timers that run out by default
+//!   lengths the shortest of both pairs is first. Here it passes once nothing is left to happen in this one. And as the
+//!   time that a stopped process waited for may be the other pair's, it may be continued at any moment.
+//! * *The destination's table of peers.* Its limit is far away. Where links of new peers start is common to all, so a pair
+//!   in which the destination meets its source as a new peer is not walked alone.
+//! * *Who a source is.* Word that a source was replaced by another takes grants back from both. So as long as the last room
+//!   goes on, no process may have been restarted.
 //!
-//! So each path of the whole world has in it a path of either pair, with its ends, and each property is a statement on one
-//! process, one source's writes, or the page. What only a pair walked alone can do might be taken for a fault of the
-//! machines. So if a pair is found to break a rule, that state is walked whole: what is reported has happened to both.
+//! Each of these only adds paths, so each path of the whole has in it a path of either pair, with its end, and each property
+//! is a statement on one process, one source's writes, or the page. A pair that goes on for ever makes the whole do so. What
+//! only a pair alone can do might be taken for a fault of the machines: if a pair is found to break a rule, that state is
+//! walked whole, and what is reported has happened there. Of the ends of both, all those are counted that agree on the
+//! destination; some of them may be ends that the whole never comes to.
 
 use super::fp::{PrintMap, Prints};
 use super::world::{D, EMPTY, NOW, Proc, Reduction, S0, S1, Setup, World, address, tag};
@@ -71,6 +78,12 @@ impl World {
         w.settle_what_is_over();
         w.tidy([true; 3]);
         w
+    }
+
+    /// Whether the destination knows this source.
+    fn knows(&self, of: usize) -> bool {
+        let me = self.me(of);
+        self.procs[D].node.peer_keys().any(|k| k.incarnation == me)
     }
 
     /// The parts of rooms that the source that is left out still has.
@@ -237,7 +250,7 @@ impl Apart {
             level.next += 1;
             let Some(next) = ready.take().or_else(|| level.world.after(step)) else { continue };
             self.transitions += 1;
-            if next.violation.is_some() {
+            if next.violation.is_some() || next.knows(of) && !level.world.knows(of) {
                 return self.wrong(&path);
             }
             let print = next.fingerprint();

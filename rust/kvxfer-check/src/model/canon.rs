@@ -342,11 +342,20 @@ impl World {
                 let key = c.key(end);
                 let (received, generation) = node.link_state(key);
                 let current = node.session_of(key) == Some(c.session);
-                // Taken up, it resumes where the last one ended, or not at all.
-                let resumes = matches!(e.inbox.front(), Some(Item::Describe { generation: g, .. }) if *g == generation);
-                let known = if e.established { received } else if settled && resumes { received } else { 0 };
-                let known = if e.established && !current { u64::MAX } else { known };
-                let unread = |item: &Item| matches!(item, Item::Frame(f) if f.number <= known && f.msg != Msg::Ack(0) && (f.number > 0 || known == u64::MAX));
+                let resumes =
+                    matches!(e.inbox.front(), Some(Item::Describe { generation: g, .. }) if *g == generation);
+                let known = match e.established {
+                    true if current => received,
+                    true => u64::MAX,
+                    // Taken up, it resumes where the last one ended, or is refused.
+                    false if settled && resumes => received,
+                    false => 0,
+                };
+                let unread = |item: &Item| {
+                    let Item::Frame(f) = item else { return false };
+                    let read_before = if f.number > 0 { f.number <= known } else { known == u64::MAX };
+                    read_before && f.msg != Msg::Ack(0)
+                };
                 if e.inbox.iter().any(unread) {
                     let inbox = &mut Arc::make_mut(&mut self.conns[i]).ends[end].inbox;
                     for item in inbox.iter_mut().filter(|item| unread(item)) {

@@ -118,6 +118,9 @@ impl Level {
 /// Steps that no path comes near: one that is longer goes on for ever, with counters that rise.
 pub(super) const LONGEST: usize = 400;
 
+/// States after which the walk tells how far it has come.
+const TELL_EVERY: u64 = 1_000_000;
+
 /// Walks every state, depth first. There is no bound on the depth: a path that comes back to a state of its own never
 /// ends, and is reported.
 ///
@@ -158,6 +161,7 @@ pub fn explore_and_tell(
     on_path.insert(print);
     let mut path = vec![Level::new(root, print)];
     let mut wrong = None;
+    let mut tell_at = TELL_EVERY;
     while let Some(level) = path.last_mut() {
         if level.next == 0 {
             report.by_faults[usize::from(setup.faults - level.world.faults_left)] += 1;
@@ -192,25 +196,27 @@ pub fn explore_and_tell(
             continue;
         }
         report.states += 1;
-        if next.is_apart() && apart.walk(&next, &mut report.outcomes) {
+        let is_well = next.is_apart() && apart.walk(&next, &mut report.outcomes);
+        report.states += apart.states - report.apart;
+        report.apart = apart.states;
+        if report.states >= tell_at {
+            report.took = began.elapsed();
+            tell(&report);
+            tell_at = report.states + TELL_EVERY;
+        }
+        if is_well {
             report.by_faults[usize::from(setup.faults - next.faults_left)] += 1;
             continue;
         }
         on_path.insert(print);
         path.push(Level::new(next, print));
         report.deepest = report.deepest.max(path.len() - 1);
-        if report.states.is_multiple_of(1_000_000) {
-            report.took = began.elapsed();
-            tell(&report);
-        }
         if path.len() > LONGEST && setup.checks(Property::EveryPathEnds) {
             let text = format!("a path of more than {LONGEST} steps: something counts up for ever");
             wrong = Some(Violation { property: Property::EveryPathEnds, text });
             break;
         }
     }
-    report.states += apart.states;
-    report.apart = apart.states;
     report.transitions += apart.transitions;
     report.ends += apart.ends;
     report.took = began.elapsed();

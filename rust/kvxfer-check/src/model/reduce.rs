@@ -3,7 +3,7 @@
 //! In some states only the steps of one *set* are walked, and all others wait (a persistent set, in the words of
 //! partial-order reduction). It loses nothing if on every path from there the first step that is of the set, could have
 //! come at once, with all others after it, and would have led to the same. There are three such sets. And a stop is
-//! walked only where it matters.
+//! walked only where it matters. (What is done about two sources that share nothing any more is another thing: `apart.rs`.)
 //!
 //! # What is left of a dead destination
 //!

@@ -291,7 +291,8 @@ impl Node {
             g.complete = true;
             g.over = true;
         }
-        let complete = |(room, r): (&Room, &Inbound)| (r.failure.is_none() && r.is_complete()).then_some(*room);
+        let complete =
+            |(room, r): (&Room, &Inbound)| (r.failure.is_none() && r.is_complete()).then_some(*room);
         for room in self.inbound.iter().filter_map(complete).collect::<Vec<_>>() {
             self.succeed_inbound(now, room);
         }
