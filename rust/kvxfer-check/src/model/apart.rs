@@ -40,8 +40,8 @@ impl World {
     pub(crate) fn is_apart(&self) -> bool {
         let s = &self.setup;
         let d = &self.procs[D];
-        let all = |of: &dyn Fn(usize) -> bool| (0..d.rooms.len()).all(|r| self.is_gone(r) || of(r));
-        let first_lives = self.procs.iter().all(|p| p.life == 0);
+        let rooms = || 0..d.rooms.len();
+        let same_lives = self.procs.iter().all(|p| p.life == 0);
         s.reduced == Reduction::Orders
             && s.sources == 2
             && s.left_out.is_none()
@@ -49,8 +49,8 @@ impl World {
             && self.faults_left == 0
             && s.faults > 0
             && !d.resolving
-            && all(&|r| d.rooms[r].ordered)
-            && (first_lives || all(&|r| d.rooms[r].is_over()))
+            && rooms().all(|r| self.is_gone(r) || d.rooms[r].ordered)
+            && (same_lives || rooms().all(|r| self.is_gone(r) || d.rooms[r].is_over()))
     }
 
     /// The world that this source has left.
@@ -74,10 +74,7 @@ impl World {
         for set in [&mut p.watched, &mut p.dying, &mut p.settling] {
             set.retain(|who| address(*who) != left);
         }
-        if w.awaits_left_out() {
-            // What it has written counts once its part is done.
-            w.proc(D).cells[left] = [EMPTY; 2];
-        }
+        p.cells[left] = [EMPTY; 2];
         w.settle_what_is_over();
         w.tidy([true; 3]);
         w
