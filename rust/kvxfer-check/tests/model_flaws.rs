@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
 use kvxfer_check::model::{
-    Family, FaultKind, Property, Setup, Violation, explore, explore_staging, shortest,
+    Counterexample, Family, FaultKind, Property, Setup, Violation, explore, explore_staging, shortest,
 };
 use kvxfer_proto::node::Flaw;
 
@@ -77,7 +77,7 @@ fn no_tombstone_takes_a_push_for_a_room_that_is_over() {
 }
 
 /// Numbers of the link mask old frames, until a fence or another incarnation has started it afresh: then a frame of an
-/// old session is taken for one of the new. The link itself notices a gap in the numbers; that is what is caught here.
+/// old session is taken for one of the new. If there is a gap in the numbers, the link itself notices.
 #[test]
 fn no_session_check_takes_a_frame_of_an_old_session_for_a_new_one() {
     let faults = [FaultKind::Restart];
@@ -86,6 +86,31 @@ fn no_session_check_takes_a_frame_of_an_old_session_for_a_new_one() {
     let found = explore(&setup, LIMIT).unwrap().found.expect("the flaw is not caught").shortened();
     assert_eq!(found.replay().unwrap().0, Some(found.violation.clone()));
     println!("{found}");
+}
+
+/// If there is none, a source that was stopped and fenced takes a grant out of the old session, attaches again, and writes
+/// to a page that has been given to another room since.
+#[test]
+fn no_session_check_lets_a_grant_of_an_old_session_write_a_page_that_is_anothers() {
+    let setup = broken(Flaw::NoSessionCheck, Family::WritesFenced, &[FaultKind::Stop], Property::NoLateWrite);
+    let setup = Setup { in_order: true, ..setup };
+    let found = explore(&setup, LIMIT).unwrap().found.expect("the flaw is not caught").shortened();
+    assert_eq!(found.replay().unwrap().0, Some(found.violation.clone()));
+    let sound = Setup { flaw: None, ..setup };
+    assert_eq!(Counterexample { setup: sound, ..found.clone() }.replay().unwrap().0, None);
+    println!("{found}");
+}
+
+/// Nothing late is written and every room ends: only that none of them had to fail shows it.
+#[test]
+fn a_grant_that_wakes_nobody_fails_rooms_without_a_fault() {
+    for family in Family::ALL {
+        let setup = broken(Flaw::GrantWakesNobody, family, &[], Property::FaultFreeRoomsSucceed);
+        let trace = caught(&setup);
+        assert!(trace.contains("time runs out for"), "{trace}");
+        let all = explore(&Setup { only: None, ..setup }, LIMIT).unwrap().found.unwrap();
+        assert_eq!(all.violation.property, Property::FaultFreeRoomsSucceed);
+    }
 }
 
 #[test]

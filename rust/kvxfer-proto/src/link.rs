@@ -250,6 +250,12 @@ impl Link {
         }
     }
 
+    /// For a checker: what only a session looks at, and the next one begins with anew, while there is none.
+    pub(crate) fn forget_session(&mut self) {
+        self.ack_sent = self.received;
+        self.handed = self.ever_handed;
+    }
+
     /// The peer has everything up to `number`.
     ///
     /// # Errors

@@ -29,6 +29,9 @@ impl World {
         for (at, touched) in touched.iter_mut().enumerate() {
             *touched |= self.forget_received(at);
         }
+        if self.setup.flaw.is_none() {
+            self.forget_unread();
+        }
         if !self.setup.trusts_old_sessions() {
             for at in self.setup.clone().addresses().filter(|at| *at != D) {
                 let d = PeerKey { incarnation: self.me(D), direction: Direction::TheyGrant };
@@ -215,7 +218,10 @@ impl World {
         // Of a dead peer that was forgotten nothing can come any more.
         let ghosts =
             self.conns.iter().any(|c| c.who.contains(&me) && c.who.iter().any(|w| self.alive(*w).is_none()));
+        // No fault is left by which it could forget anybody again, and it knows everybody who is alive.
+        let settled = self.faults_left == 0 && !forgets && self.knows_all(at);
         let p = self.proc(at);
+        p.forgot_living &= !settled;
         let known = p.running.keys().next_back().map(|id| id.0).max(written).unwrap_or(0);
         p.node.reuse_delivery_numbers(known);
         if !p.forgot_living && !ghosts {
@@ -228,6 +234,16 @@ impl World {
             // The next room's bytes have to come anew.
             p.cells = [[EMPTY; 2]; 2];
         }
+    }
+
+    /// Whether this process knows every other one that it has to do with.
+    fn knows_all(&self, at: usize) -> bool {
+        let knows = |other: usize| {
+            let direction = if at == D { Direction::WeGrant } else { Direction::TheyGrant };
+            let key = PeerKey { incarnation: self.me(other), direction };
+            self.procs[at].node.peer_keys().any(|k| k == key)
+        };
+        self.setup.addresses().filter(|other| (*other == D) != (at == D)).all(knows)
     }
 
     /// Serial numbers tell connections apart that are there together, and the generation that a side described is
@@ -312,6 +328,44 @@ impl World {
         let frames = e.inbox.iter().all(|item| matches!(item, Item::Frame(_)));
         let checked = !self.setup.trusts_old_sessions();
         if e.inbox.is_empty() { stale || !e.established } else { stale && frames && checked }
+    }
+
+    /// Frames that will not be looked at: of a session that is over for good, or with a number that was received.
+    fn forget_unread(&mut self) {
+        let settled = !self.may_forget();
+        for i in 0..self.conns.len() {
+            for end in 0..2 {
+                let c = &self.conns[i];
+                let e = &c.ends[end];
+                let Some(at) = self.alive(c.who[end]).filter(|_| !e.inbox.is_empty()) else { continue };
+                let node = &self.procs[at].node;
+                let key = c.key(end);
+                let (received, generation) = node.link_state(key);
+                let current = node.session_of(key) == Some(c.session);
+                let resumes =
+                    matches!(e.inbox.front(), Some(Item::Describe { generation: g, .. }) if *g == generation);
+                let known = match e.established {
+                    true if current => received,
+                    true => u64::MAX,
+                    // Taken up, it resumes where the last one ended, or is refused.
+                    false if settled && resumes => received,
+                    false => 0,
+                };
+                let unread = |item: &Item| {
+                    let Item::Frame(f) = item else { return false };
+                    let read_before = if f.number > 0 { f.number <= known } else { known == u64::MAX };
+                    read_before && f.msg != Msg::Ack(0)
+                };
+                if e.inbox.iter().any(unread) {
+                    let inbox = &mut Arc::make_mut(&mut self.conns[i]).ends[end].inbox;
+                    for item in inbox.iter_mut().filter(|item| unread(item)) {
+                        if let Item::Frame(f) = item {
+                            Arc::make_mut(f).msg = Msg::Ack(0);
+                        }
+                    }
+                }
+            }
+        }
     }
 
     /// What a process has sent and the other side has taken in. Says whether anything changed.

@@ -1,5 +1,6 @@
 //! Walking all of a world's states, or a random path.
 
+use super::apart::Apart;
 use super::fp::{PrintMap, Prints};
 use super::steps::Step;
 use super::world::{Setup, World};
@@ -81,6 +82,8 @@ pub struct Report {
     pub complete: bool,
     /// States.
     pub states: u64,
+    /// Of these, states of the destination and one source whose business is apart from the other's.
+    pub apart: u64,
     /// Steps between states.
     pub transitions: u64,
     /// States in which nothing happens any more.
@@ -113,7 +116,10 @@ impl Level {
 }
 
 /// Steps that no path comes near: one that is longer goes on for ever, with counters that rise.
-const LONGEST: usize = 400;
+pub(super) const LONGEST: usize = 400;
+
+/// States after which the walk tells how far it has come.
+const TELL_EVERY: u64 = 1_000_000;
 
 /// Walks every state, depth first. There is no bound on the depth: a path that comes back to a state of its own never
 /// ends, and is reported.
@@ -140,6 +146,7 @@ pub fn explore_and_tell(
     let mut report = Report {
         complete: false,
         states: 1,
+        apart: 0,
         transitions: 0,
         ends: 0,
         outcomes: BTreeSet::new(),
@@ -148,11 +155,13 @@ pub fn explore_and_tell(
         took: Duration::ZERO,
         found: None,
     };
+    let mut apart = Apart::new(&root);
     let print = root.fingerprint();
     visited.insert(print);
     on_path.insert(print);
     let mut path = vec![Level::new(root, print)];
     let mut wrong = None;
+    let mut tell_at = TELL_EVERY;
     while let Some(level) = path.last_mut() {
         if level.next == 0 {
             report.by_faults[usize::from(setup.faults - level.world.faults_left)] += 1;
@@ -187,19 +196,29 @@ pub fn explore_and_tell(
             continue;
         }
         report.states += 1;
+        let is_well = next.is_apart() && apart.walk(&next, &mut report.outcomes);
+        report.states += apart.states - report.apart;
+        report.apart = apart.states;
+        if report.states >= tell_at {
+            report.took = began.elapsed();
+            tell(&report);
+            tell_at = report.states + TELL_EVERY;
+        }
+        if is_well {
+            report.by_faults[usize::from(setup.faults - next.faults_left)] += 1;
+            continue;
+        }
         on_path.insert(print);
         path.push(Level::new(next, print));
         report.deepest = report.deepest.max(path.len() - 1);
-        if report.states.is_multiple_of(1_000_000) {
-            report.took = began.elapsed();
-            tell(&report);
-        }
         if path.len() > LONGEST && setup.checks(Property::EveryPathEnds) {
             let text = format!("a path of more than {LONGEST} steps: something counts up for ever");
             wrong = Some(Violation { property: Property::EveryPathEnds, text });
             break;
         }
     }
+    report.transitions += apart.transitions;
+    report.ends += apart.ends;
     report.took = began.elapsed();
     report.complete = path.is_empty() && wrong.is_none();
     report.found = wrong.map(|violation| {
@@ -227,6 +246,7 @@ pub fn shortest(setup: &Setup, limit: u64) -> Result<Report, LayoutError> {
     let mut report = Report {
         complete: false,
         states: 1,
+        apart: 0,
         transitions: 0,
         ends: 0,
         outcomes: BTreeSet::new(),

@@ -25,23 +25,28 @@
 //! before the next one is made, and a source that closes its endpoint is not dialled meanwhile.
 //!
 //! **Reduction.** While no fault has told the sources apart, the first one that does hits the first source: every other
-//! path is one of these with the sources exchanged. States with one future are made one, and steps of a source that
-//! nobody else can see or disturb are walked in one order (`canon.rs`, `reduce.rs`); [`Setup::reduced`] turns either off,
-//! and `tests/model_reduction.rs` walks small worlds both ways. [`Setup::in_order`] is not a reduction but a smaller set of
+//! path is one of these with the sources exchanged. States with one future are made one (`canon.rs`), steps of a source
+//! that nobody else can see or disturb are walked in one order (`reduce.rs`), and two sources that share nothing but the
+//! last room's end are walked apart (`apart.rs`); [`Setup::reduced`] turns these off, and `tests/model_reduction.rs` walks
+//! small worlds both ways. [`Setup::in_order`] is not a reduction but a smaller set of
 //! paths.
 //!
 //! States are remembered as 128-bit fingerprints. [`explore`] walks depth first without a bound; a path that comes back
 //! to itself, or counts up for ever, is reported ([`Property::EveryPathEnds`]). [`shortest`] walks breadth first, for
 //! short counterexamples; [`walk`] walks random paths with more faults, by seed.
 
+mod apart;
 mod canon;
+mod data;
 mod driver;
+mod ends;
 mod explore;
 mod fp;
 mod packed;
 mod reduce;
 mod staging;
 mod steps;
+mod words;
 mod world;
 
 pub use explore::{Counterexample, Report, Walks, explore, explore_and_tell, shortest, walk};

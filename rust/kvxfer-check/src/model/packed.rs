@@ -1,6 +1,6 @@
 //! Pushes that go packed: what the driver does with slots, and who may write them.
 
-use super::driver::running;
+use super::data::running;
 use super::world::{D, NOW, Packet, STRAY, World, Write, address, room, tag};
 use super::{Property, Violation};
 use kvxfer_proto::node::{Delivery, DeliveryEnd, DeliveryId, Direction, PeerKey};

@@ -3,7 +3,7 @@
 //! In some states only the steps of one *set* are walked, and all others wait (a persistent set, in the words of
 //! partial-order reduction). It loses nothing if on every path from there the first step that is of the set, could have
 //! come at once, with all others after it, and would have led to the same. There are three such sets. And a stop is
-//! walked only where it matters.
+//! walked only where it matters. (What is done about two sources that share nothing any more is another thing: `apart.rs`.)
 //!
 //! # What is left of a dead destination
 //!
@@ -101,6 +101,8 @@ impl World {
         let mut out = Walked::new();
         for step in all {
             match step {
+                // Time that passes for a source that is left out is not seen here.
+                Step::Continue(_) if self.setup.left_out.is_some() => out.push((step, None)),
                 Step::Continue(_) => {}
                 Step::Stop(at) => {
                     if self.lets_time_pass(at) {
@@ -131,7 +133,7 @@ impl World {
     }
 
     /// Whether the destination that is alive knows nothing of this room, and never will.
-    fn is_gone(&self, r: usize) -> bool {
+    pub(crate) fn is_gone(&self, r: usize) -> bool {
         let d = &self.procs[D];
         !d.rooms[r].ordered && d.to_expect & (1 << r) == 0
     }

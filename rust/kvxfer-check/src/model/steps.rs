@@ -1,13 +1,12 @@
 //! What can happen next, and what it does.
 
+use super::Property;
 use super::driver::NEVER;
 use super::world::{
     D, EndState, Family, FaultKind, Item, NOW, ROOMS, S0, S1, World, Write, address, cancelled, push, room,
 };
-use super::{Property, Violation};
 use kvxfer_proto::Incarnation;
 use kvxfer_proto::node::{DeliveryId, Direction, PeerKey, Wait};
-use std::fmt;
 use std::sync::Arc;
 
 /// Names a connection: the destination's incarnation, the source's, and which of theirs it is.
@@ -37,6 +36,8 @@ pub enum Step {
     Elapse(usize, Wait),
     /// Time passes, and then these processes are continued.
     Awake(usize, Wait, [bool; 3]),
+    /// The source that is left out has brought all that it owes, or never will (`apart.rs`).
+    Settle(bool),
     // Faults.
     Cancel(usize, usize),
     RunOut(usize, Wait),
@@ -67,7 +68,7 @@ impl Step {
     pub(crate) fn plainly(self) -> Vec<Self> {
         match self {
             // An oath takes nothing away from what the others can do: the path is one without it, too.
-            Self::Doom(_) => Vec::new(),
+            Self::Doom(_) | Self::Settle(_) => Vec::new(),
             Self::Awake(at, wait, continued) => {
                 let them = (0..=D).filter(|who| continued[*who]).map(Self::Continue);
                 std::iter::once(Self::Elapse(at, wait)).chain(them).collect()
@@ -141,6 +142,9 @@ impl World {
         if quiet {
             self.passing_time(&mut out);
         }
+        if self.awaits_left_out() && !self.procs[D].stopped {
+            out.extend([true, false].map(Step::Settle));
+        }
         if self.faults_left > 0 {
             let first = out.len();
             self.faults(&mut out);
@@ -159,7 +163,7 @@ impl World {
     /// Whether a path may end without this step.
     pub(crate) fn is_optional(&self, step: &Step) -> bool {
         match step {
-            Step::Continue(_) => true,
+            Step::Continue(_) | Step::Settle(_) => true,
             // Memory that is mapped or registered goes on taking writes; a sender need never learn of the close.
             Step::Broken(..) => self.setup.family.is_unfenced(),
             _ => false,
@@ -363,7 +367,8 @@ impl World {
     #[must_use]
     pub fn after(&self, step: &Step) -> Option<Self> {
         let mut w = self.clone();
-        let touched = w.apply(step)?;
+        let mut touched = w.apply(step)?;
+        touched[D] |= w.settle_what_is_over();
         if !w.settle_oaths() {
             return None;
         }
@@ -372,7 +377,7 @@ impl World {
         Some(w)
     }
 
-    fn find(&self, name: &ConnName) -> Option<usize> {
+    pub(super) fn find(&self, name: &ConnName) -> Option<usize> {
         self.conns.iter().position(|c| c.who == name.0 && c.serial == name.1)
     }
 
@@ -472,11 +477,14 @@ impl World {
             }
             Step::Awake(at, wait, continued) => {
                 self.order(*at, |n| n.run_out(NOW, *wait));
-                touched = *continued;
-                touched[*at] = true;
+                touched = [true; 3];
                 for who in self.setup.clone().addresses().filter(|who| continued[*who]) {
                     self.proc(who).stopped = false;
                 }
+            }
+            Step::Settle(delivered) => {
+                self.settle(*delivered);
+                touched[D] = true;
             }
             Step::Cancel(at, r) => {
                 let seen = &mut self.proc(*at).rooms[*r];
@@ -521,223 +529,6 @@ impl World {
                 address(w.from)
             );
             self.violate(Property::NoReadAfterRelease, text);
-        }
-    }
-
-    /// What has to hold when nothing will happen any more.
-    #[must_use]
-    pub fn check_end(&self) -> Option<Violation> {
-        self.left_over().or_else(|| self.unlucky()).filter(|v| self.setup.checks(v.property))
-    }
-
-    /// A room that did not succeed although no fault has happened.
-    fn unlucky(&self) -> Option<Violation> {
-        if self.faults_left < self.setup.faults {
-            return None;
-        }
-        let rooms = self.setup.addresses().flat_map(|at| (0..ROOMS).map(move |r| (at, r)));
-        let (at, r) = rooms.into_iter().find(|(at, r)| self.procs[*at].rooms[*r].success == 0)?;
-        let text =
-            format!("no fault has happened, and room {} did not succeed at {}", room(r), self.name(at));
-        Some(Violation { property: Property::FaultFreeRoomsSucceed, text })
-    }
-
-    /// How every room stands at every process, in short. Of a process that is never continued nothing is asked.
-    pub(crate) fn outcome(&self) -> String {
-        let of = |at: usize| {
-            let p = &self.procs[at];
-            if p.stopped {
-                return format!("{} stopped", self.name(at));
-            }
-            let rooms = p.rooms.map(|s| {
-                let end = match (s.success, s.failed) {
-                    (0, 0) => "open",
-                    (0, _) => "failed",
-                    _ => "success",
-                };
-                format!("{end}/{}", s.released)
-            });
-            format!("{} {}", self.name(at), rooms.join(" "))
-        };
-        self.setup.addresses().map(of).collect::<Vec<_>>().join(", ")
-    }
-
-    fn left_over(&self) -> Option<Violation> {
-        for at in self.setup.addresses().filter(|at| !self.procs[*at].stopped) {
-            let p = &self.procs[at];
-            let who = self.name(at);
-            // A peer that is stopped is neither dead nor answering: where nothing fences it, it holds pages.
-            let held = |peers: &[PeerKey]| {
-                self.setup.family.is_unfenced()
-                    && peers.iter().all(|k| self.alive(k.incarnation).is_some_and(|a| self.procs[a].stopped))
-            };
-            if at == D
-                && let Some(lost) = self.lost_slot(held)
-            {
-                return Some(lost);
-            }
-            let quarantine = p.node.unreleased();
-            for (r, seen) in p.rooms.iter().enumerate().filter(|(_, s)| s.ordered) {
-                if !seen.is_over() {
-                    return Some(Violation {
-                        property: Property::OneEnd,
-                        text: format!("room {} never ends at {who}", room(r)),
-                    });
-                }
-                let may_wait = at == D && quarantine.iter().any(|q| q.room == room(r) && held(&q.peers));
-                if seen.released == 0 && !may_wait {
-                    return Some(Violation {
-                        property: Property::EveryPageComesBack,
-                        text: format!("room {} is never released at {who}", room(r)),
-                    });
-                }
-            }
-            let g = p.node.gauges();
-            let waiting = quarantine.len() as u64;
-            let pages: u64 = if at == D { waiting } else { 0 };
-            if (g.inbound, g.outbound, g.granted_pages, g.quarantined_pages, g.deliveries)
-                != (pages, 0, pages, pages, 0)
-                || !p.running.is_empty()
-            {
-                return Some(Violation {
-                    property: Property::NothingIsLeft,
-                    text: format!("{who} holds {g:?} and {} deliveries in the end", p.running.len()),
-                });
-            }
-        }
-        None
-    }
-
-    /// A step in words.
-    #[must_use]
-    pub fn describe(&self, step: &Step) -> String {
-        Words(self, step).to_string()
-    }
-}
-
-struct Words<'a>(&'a World, &'a Step);
-
-impl Words<'_> {
-    fn peer(&self, who: Incarnation) -> String {
-        let at = address(who);
-        let dead = if self.0.alive(who).is_some() { "" } else { " (dead)" };
-        format!("{}{dead}", ["S0", "S1", "D"][at.min(D)])
-    }
-
-    fn wait(&self, w: Wait) -> String {
-        match w {
-            Wait::Inbound(r) => format!("expected room {r}"),
-            Wait::Outbound(r) => format!("pushed room {r}"),
-            Wait::Peer(key) => format!("peer {}", self.peer(key.incarnation)),
-        }
-    }
-
-    fn session(&self, name: &ConnName) -> u64 {
-        self.0.find(name).map_or(0, |i| self.0.conns[i].session.0)
-    }
-
-    fn read(&self, at: usize, name: &ConnName) -> String {
-        let end = usize::from(at != D);
-        let item = self.0.find(name).and_then(|i| self.0.conns[i].ends[end].inbox.front());
-        match item {
-            Some(Item::Describe { generation, received }) => {
-                format!("Describe (generation {generation}, received {received})")
-            }
-            Some(Item::Attach(n)) => format!("Attach (endpoint {n})"),
-            Some(Item::Attached) => "Attached".to_owned(),
-            Some(Item::Frame(f)) => format!("{} no. {}: {:?}", f.msg.name(), f.number, Brief(&f.msg)),
-            None => "nothing".to_owned(),
-        }
-    }
-}
-
-struct Brief<'a>(&'a kvxfer_proto::msg::Msg);
-
-impl fmt::Debug for Brief<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use kvxfer_proto::msg::Msg;
-        match self.0 {
-            Msg::Grant(m) => write!(f, "room {} seq {}", m.room, m.seq.0),
-            Msg::Cancel(m) => write!(f, "room {} up to seq {} ({})", m.room, m.upto.0, m.reason),
-            Msg::Drained(m) => write!(f, "room {} seq {} ({})", m.room, m.seq.0, m.reason),
-            Msg::Ready(m) => write!(f, "room {} seq {} push {}", m.room, m.seq.0, m.push.0),
-            Msg::Copied(m) => write!(f, "room {} seq {} push {}", m.room, m.seq.0, m.push.0),
-            Msg::Done(m) => write!(f, "room {} seq {} push {} last {}", m.room, m.seq.0, m.push.0, m.last),
-            Msg::Finished(m) => write!(f, "room {} seq {}", m.room, m.seq.0),
-            Msg::RoomFailed(m) => write!(f, "room {}", m.room),
-            Msg::Pack(m) => write!(f, "room {} seq {} push {}", m.room, m.seq.0, m.push.0),
-            Msg::Credit(m) => write!(f, "room {} seq {} slots {:?}", m.room, m.seq.0, m.slots),
-            Msg::Packed(m) => {
-                write!(f, "room {} seq {} push {} slot {}", m.room, m.seq.0, m.push.0, m.slot)
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
-impl fmt::Display for Words<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let w = self.0;
-        let name = |at: &usize| w.name(*at);
-        match self.1 {
-            Step::Push(at, r) => write!(f, "{}: the engine pushes room {}", name(at), room(*r)),
-            Step::Resolve => write!(f, "{}: the directory answers", w.name(D)),
-            Step::Dial(key) => write!(f, "{}: dials {}", w.name(D), self.peer(key.incarnation)),
-            Step::Read(at, c) => {
-                let other = self.peer(c.0[usize::from(*at == D)]);
-                write!(
-                    f,
-                    "{}: reads from {other}, session {}: {}",
-                    name(at),
-                    self.session(c),
-                    self.read(*at, c)
-                )
-            }
-            Step::EndOfFile(at, c) => {
-                let other = self.peer(c.0[usize::from(*at == D)]);
-                write!(f, "{}: sees the end of session {} with {other}", name(at), self.session(c))
-            }
-            Step::Post(at, id) => write!(f, "{}: posts the next piece of delivery {}", name(at), id.0),
-            Step::Land(Flight(x)) => {
-                let loose = if x.loose { " (its endpoint is closed)" } else { "" };
-                let place = x.slot.map_or(String::new(), |n| format!(" in slot {n}"));
-                write!(
-                    f,
-                    "piece {} of room {} from {} lands{place}{loose}",
-                    x.piece,
-                    room(x.room),
-                    self.peer(x.from)
-                )
-            }
-            Step::Copy(id) if w.procs[D].running.get(id).is_some_and(|r| r.packed) => {
-                write!(f, "{}: takes the next piece of delivery {} out of its slot", w.name(D), id.0)
-            }
-            Step::Copy(id) => write!(f, "{}: copies the next piece of delivery {}", w.name(D), id.0),
-            Step::Complete(at, id) if w.procs[*at].running.get(id).is_some_and(|r| r.packed) => {
-                write!(f, "{}: a packed piece of delivery {} is flushed", name(at), id.0)
-            }
-            Step::Complete(at, id) => write!(f, "{}: delivery {} has ended", name(at), id.0),
-            Step::FenceDone(at, key) => {
-                write!(f, "{}: the endpoint to {} is closed", name(at), self.peer(key.incarnation))
-            }
-            Step::Broken(at, key) => {
-                write!(f, "{}: finds its endpoint to {} broken", name(at), self.peer(key.incarnation))
-            }
-            Step::DeathSeen(at, who) => write!(f, "{}: sees the death of {}", name(at), self.peer(*who)),
-            Step::Settled(at, who) => {
-                write!(f, "{}: nothing of {} is in its sockets any more", name(at), self.peer(*who))
-            }
-            Step::Doom(at) => write!(f, "{}: does nothing until its connection is lost", name(at)),
-            Step::Continue(at) => write!(f, "{}: is continued", name(at)),
-            Step::Elapse(at, wait) => write!(f, "{}: time runs out for {}", name(at), self.wait(*wait)),
-            Step::Awake(at, wait, _) => {
-                write!(f, "{}: time runs out for {}, and who was stopped goes on", name(at), self.wait(*wait))
-            }
-            Step::Cancel(at, r) => write!(f, "FAULT {}: the engine cancels room {}", name(at), room(*r)),
-            Step::RunOut(at, wait) => write!(f, "FAULT {}: time runs out for {}", name(at), self.wait(*wait)),
-            Step::Restart(at) => write!(f, "FAULT {}: is killed and another starts in its place", name(at)),
-            Step::Cut(c) => write!(f, "FAULT session {} of {} is cut", self.session(c), self.peer(c.0[1])),
-            Step::Stop(at) => write!(f, "FAULT {}: is stopped", name(at)),
         }
     }
 }

@@ -131,7 +131,8 @@ pub enum Reduction {
     None,
     /// States that have the future of another one (`canon.rs`).
     States,
-    /// Orders of steps, too, that lead to the same (`reduce.rs`).
+    /// Orders of steps, too, that lead to the same (`reduce.rs`), and what two sources do that have nothing to do with
+    /// each other is not walked together (`apart.rs`).
     Orders,
 }
 
@@ -150,6 +151,8 @@ pub struct Setup {
     pub pieces: u8,
     /// Sources, one or two.
     pub sources: usize,
+    /// Rooms that the destination expects, of the two that each source pushes.
+    pub expected: u8,
     /// Staging slots of the destination, where pushes go packed.
     pub slots: u8,
     /// Timers that run out because nothing else can happen do so as by their default lengths: peers' before rooms', the
@@ -157,6 +160,8 @@ pub struct Setup {
     pub in_order: bool,
     /// A rule that the machines break.
     pub flaw: Option<Flaw>,
+    /// A source that takes no part: what is left of a world once it has nothing to do with that source any more.
+    pub left_out: Option<usize>,
     /// What need not be walked; only [`super::explore`] looks at it.
     pub reduced: Reduction,
     /// Only this property is checked; all if `None`.
@@ -174,8 +179,10 @@ impl Setup {
             stops: faults,
             pieces: 1,
             in_order: false,
+            left_out: None,
             reduced: Reduction::Orders,
             sources: 2,
+            expected: 2,
             slots: 1,
             flaw: None,
             only: None,
@@ -193,8 +200,8 @@ impl Setup {
 
     /// The addresses that have a process.
     pub(crate) fn addresses(&self) -> impl Iterator<Item = usize> + use<> {
-        let sources = self.sources;
-        (0..=D).filter(move |i| *i == D || *i < sources)
+        let (sources, left_out) = (self.sources, self.left_out);
+        (0..=D).filter(move |i| *i == D || *i < sources && Some(*i) != left_out)
     }
 }
 
@@ -503,7 +510,7 @@ impl Proc {
             stopped: false,
             rooms: [Seen::default(); ROOMS],
             to_push: if at == D { 0 } else { 0b11 },
-            to_expect: if at == D { 0b11 } else { 0 },
+            to_expect: if at != D { 0 } else { 0b11 >> 2u8.saturating_sub(setup.expected) },
             dialling: BTreeSet::new(),
             resolving: false,
             eps: BTreeMap::new(),

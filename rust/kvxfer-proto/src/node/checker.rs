@@ -6,7 +6,8 @@
 
 use super::inbound::Inbound;
 use super::outbound::Outbound;
-use super::{Counters, Node, PeerKey, Timer};
+use super::peer::Fence;
+use super::{Counters, Direction, Node, PeerKey, Timer};
 use crate::ids::{Room, Seq, SessionNo, Time};
 use crate::msg::Msg;
 use crate::staging::Credits;
@@ -80,9 +81,19 @@ impl Node {
         {
             progress.forget_stats();
         }
-        for peer in self.peers.values_mut() {
+        for (key, peer) in &mut self.peers {
             peer.last_heard = Time(0);
             peer.lost_since = peer.lost_since.map(|_| Time(0));
+            if peer.session.is_none() {
+                peer.link.forget_session();
+            }
+            if matches!(peer.fence, Fence::Running { .. }) {
+                // No session is taken meanwhile, and its end sets these.
+                peer.lost_since = Some(Time(0));
+                if key.direction == Direction::TheyGrant {
+                    peer.attached = None;
+                }
+            }
         }
         self.timers.forget_times();
         self.tombs.forget_order();
@@ -199,6 +210,29 @@ impl Node {
     #[must_use]
     pub fn was_used(&self, key: PeerKey) -> bool {
         self.peers.get(&key).is_some_and(|p| p.link.was_used())
+    }
+
+    /// Takes a peer out of this node's world. Its part of a room stays open until [`Node::settle_left_out`].
+    pub fn leave_out(&mut self, key: PeerKey) {
+        self.peers.remove(&key);
+        self.dirty.remove(&key);
+        self.timers.cancel(Timer::Peer(key));
+        self.forget_copies(key);
+        self.deliveries.retain(|_, d| d.peer() != key);
+    }
+
+    /// Every peer whose part of a room that is expected here is open, present or left out.
+    pub fn awaited(&self) -> impl Iterator<Item = PeerKey> {
+        self.granted_keys().filter(|key| self.inbound.values().any(|r| r.depends_on(*key)))
+    }
+
+    /// A peer that was left out has brought all that it owes, or never will and writes no more.
+    pub fn settle_left_out(&mut self, now: Time, key: PeerKey, delivered: bool) {
+        if delivered {
+            self.count_as_delivered(now, key);
+        } else {
+            self.inbound_fenced(now, key);
+        }
     }
 
     /// Every peer that is known.

@@ -276,7 +276,9 @@ impl Node {
             r.progress.touch(now);
             self.timers.set(r.progress.patience.at, Timer::Outbound(room));
         }
-        self.pump_room(now, room);
+        if self.cfg.flaw != Some(Flaw::GrantWakesNobody) {
+            self.pump_room(now, room);
+        }
     }
 
     /// A grant of a rank that has granted this room before; whether it was one. The room fails, and the answer to the

@@ -94,11 +94,13 @@ pub enum Flaw {
     /// A byte of what was received is changed before it is summed, as a broken memory or network would. The node knows
     /// nothing of it: the driver does it.
     FlipAByte,
+    /// A grant that comes after the push of its room does not begin its delivery.
+    GrantWakesNobody,
 }
 
 impl Flaw {
     /// Every flaw, in the order of [`Flaw::name`]'s documentation.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::ReleaseOnTimeout,
         Self::ReleaseAtEof,
         Self::SuccessBeforeFlush,
@@ -109,10 +111,12 @@ impl Flaw {
         Self::UnpackAfterRelease,
         Self::OldCreditsCount,
         Self::FlipAByte,
+        Self::GrantWakesNobody,
     ];
 
     /// `release-on-timeout`, `release-at-eof`, `success-before-flush`, `drained-while-writing`, `no-tombstone`,
-    /// `no-session-check`, `staging-slot-freed-early`, `unpack-after-release`, `old-credits-count`, `flip-a-byte`.
+    /// `no-session-check`, `staging-slot-freed-early`, `unpack-after-release`, `old-credits-count`, `flip-a-byte`,
+    /// `grant-wakes-nobody`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -126,6 +130,7 @@ impl Flaw {
             Self::UnpackAfterRelease => "unpack-after-release",
             Self::OldCreditsCount => "old-credits-count",
             Self::FlipAByte => "flip-a-byte",
+            Self::GrantWakesNobody => "grant-wakes-nobody",
         }
     }
 

@@ -284,6 +284,35 @@ impl Node {
         }
     }
 
+    /// For checkers: a rank has brought all that it owes.
+    pub(in crate::node) fn count_as_delivered(&mut self, now: Time, key: PeerKey) {
+        let live = |r: &&mut Inbound| r.failure.is_none() && r.depends_on(key);
+        for g in self.inbound.values_mut().filter(live).filter_map(|r| r.grants.get_mut(&key)) {
+            g.complete = true;
+            g.over = true;
+        }
+        let complete =
+            |(room, r): (&Room, &Inbound)| (r.failure.is_none() && r.is_complete()).then_some(*room);
+        for room in self.inbound.iter().filter_map(complete).collect::<Vec<_>>() {
+            self.succeed_inbound(now, room);
+        }
+    }
+
+    /// For checkers: nothing is copied from this rank, and nothing was.
+    pub(in crate::node) fn forget_copies(&mut self, key: PeerKey) {
+        for g in self.inbound.values_mut().filter_map(|r| r.grants.get_mut(&key)) {
+            g.copies.clear();
+            g.stopping.clear();
+            g.deferred.clear();
+            g.copied.clear();
+        }
+    }
+
+    /// For checkers: every rank that was granted something.
+    pub(in crate::node) fn granted_keys(&self) -> impl Iterator<Item = PeerKey> {
+        self.inbound.values().flat_map(|r| r.grants.keys().copied())
+    }
+
     /// For checkers: so many numbers were taken off what the link of this peer sends.
     pub(in crate::node) fn renumber_grants(&mut self, key: PeerKey, sent: u64) {
         for g in self.inbound.values_mut().filter_map(|r| r.grants.get_mut(&key)) {
