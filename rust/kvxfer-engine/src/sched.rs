@@ -2,6 +2,9 @@
 //!
 //! Rooms take turns, and a turn is worth the same number of bytes to each (deficit round robin), so a short
 //! hand-off never waits for a long one to end. Within a room, deliveries go in the order in which they came.
+//!
+//! A room's first bytes are its *head start*: rooms that have some left share every other turn, so that a short room beside
+//! many long ones takes about twice its time alone, and no flood of short ones takes more than half from the long ones.
 
 use kvxfer_proto::Room;
 use kvxfer_proto::node::{DeliveryId, PeerKey};
@@ -62,7 +65,14 @@ struct Turn {
 pub(crate) struct Scheduler {
     flows: HashMap<DeliveryId, Flow>,
     turns: HashMap<Room, Turn>,
+    /// Rooms that have used up their head start.
     ring: VecDeque<Room>,
+    /// Rooms that have not.
+    fresh: VecDeque<Room>,
+    /// Whose slice was the last: the other kind comes first now.
+    fresh_was_last: bool,
+    /// What is left of each room's head start, for as long as the room lives: a room that is pushed in parts has one only.
+    heads: HashMap<Room, u64>,
     quantum: u64,
 }
 
@@ -89,6 +99,8 @@ pub(crate) enum InSlot {
 
 /// Pieces a slice may have at most: bounds the time between two looks at the control channel when pieces are tiny.
 const SLICE_PIECES: usize = 1024;
+/// A room's head start, in turns' worth of bytes: 8 MiB by default, in which 1,000 tokens of eight layers fit twice.
+const HEAD_START_TURNS: u64 = 32;
 /// Rows that a slice may look at: the same for sums of small rows, and for samples, which skip most of them.
 const SLICE_CELLS: u64 = 16_384;
 
@@ -162,19 +174,34 @@ impl Scheduler {
     fn begin(&mut self, id: DeliveryId, peer: PeerKey, room: Room, work: Work, exhausted: bool) {
         let flow = Flow { id, peer, work, exhausted, aborted: false, in_flight: 0, bytes: 0, writes: 0 };
         self.flows.insert(id, flow);
+        let head = *self.heads.entry(room).or_insert(HEAD_START_TURNS.saturating_mul(self.quantum));
         let turn = self.turns.entry(room).or_insert_with(|| {
-            self.ring.push_back(room);
+            if head > 0 {
+                self.fresh.push_back(room)
+            } else {
+                self.ring.push_back(room)
+            }
             Turn::default()
         });
         turn.flows.push_back(id);
     }
 
     pub(crate) fn has_work(&self) -> bool {
-        !self.ring.is_empty()
+        !self.ring.is_empty() || !self.fresh.is_empty()
     }
 
     pub(crate) fn len(&self) -> usize {
         self.flows.len()
+    }
+
+    /// A room is over: its number may be another's.
+    pub(crate) fn forget(&mut self, room: Room) {
+        self.heads.remove(&room);
+    }
+
+    /// Rooms of which something is remembered.
+    pub(crate) fn rooms(&self) -> usize {
+        self.heads.len()
     }
 
     /// Fills `out` with the next slice, of a room for whose peer `may_post` holds, which is also told whether it would be
@@ -185,8 +212,31 @@ impl Scheduler {
         mut may_post: impl FnMut(PeerKey, bool) -> bool,
     ) -> Option<Slice> {
         out.clear();
-        for _ in 0..self.ring.len() {
-            let room = self.ring.pop_front()?;
+        let fresh = !self.fresh_was_last;
+        let slice = match self.slice_of(fresh, out, &mut may_post) {
+            Some(slice) => {
+                self.fresh_was_last = fresh;
+                slice
+            }
+            None => {
+                let slice = self.slice_of(!fresh, out, &mut may_post)?;
+                self.fresh_was_last = !fresh;
+                slice
+            }
+        };
+        Some(slice)
+    }
+
+    /// The next slice of the rooms that have some of their head start left, or of those that have not.
+    fn slice_of(
+        &mut self,
+        fresh: bool,
+        out: &mut Vec<Piece>,
+        mut may_post: impl FnMut(PeerKey, bool) -> bool,
+    ) -> Option<Slice> {
+        let rooms = if fresh { self.fresh.len() } else { self.ring.len() };
+        for _ in 0..rooms {
+            let room = if fresh { self.fresh.pop_front() } else { self.ring.pop_front() }?;
             let Some(turn) = self.turns.get_mut(&room) else { continue };
             turn.flows.retain(|id| self.flows.get(id).is_some_and(|f| !f.exhausted && !f.aborted));
             if turn.flows.is_empty() {
@@ -209,18 +259,20 @@ impl Scheduler {
             };
             // One that waits for its peer, or for a slot, holds up none behind it, which may have what others wait for.
             let id = turn.flows.iter().find(|id| self.flows.get(id).is_some_and(&mut ready)).copied();
-            self.ring.push_back(room);
             let Some(flow) = id.and_then(|id| self.flows.get_mut(&id)) else {
                 // It keeps its place and gains nothing by waiting.
+                if fresh {
+                    self.fresh.push_back(room)
+                } else {
+                    self.ring.push_back(room)
+                }
                 continue;
             };
             turn.deficit = turn.deficit.saturating_add(self.quantum).min(2 * self.quantum);
             let mut slice = Slice { id: flow.id, peer: flow.peer, room, sum: None, slot: None };
             match &mut flow.work {
-                Work::Sum(_) => {
-                    slice.sum = Some(turn.deficit);
-                    return Some(slice);
-                }
+                // What it takes is known, and taken off, once it is summed.
+                Work::Sum(_) => slice.sum = Some(turn.deficit),
                 Work::Move(cursor) => flow.exhausted = !cursor.fill(out, turn.deficit, SLICE_PIECES),
                 Work::Pack { cursor, slice_bytes, slots, cut } => {
                     slice.slot = slots.pop_front().map(|slot| InSlot::Pack(slot, *cut));
@@ -234,9 +286,22 @@ impl Scheduler {
             }
             let bytes: u64 = out.iter().map(|p| p.len).sum();
             turn.deficit = turn.deficit.saturating_sub(bytes);
-            flow.bytes += bytes;
-            flow.writes += if matches!(flow.work, Work::Pack { .. }) { 1 } else { out.len() as u64 };
-            flow.in_flight += 1;
+            if slice.sum.is_none() {
+                flow.bytes += bytes;
+                flow.writes += if matches!(flow.work, Work::Pack { .. }) { 1 } else { out.len() as u64 };
+                flow.in_flight += 1;
+            }
+            // A slice counts as a turn's worth at the least: tiny pieces, and sums of which little is looked at, take their time.
+            let used = bytes.max(self.quantum);
+            let left = self.heads.get_mut(&room).map_or(0, |head| {
+                *head = head.saturating_sub(used);
+                *head
+            });
+            if fresh && left > 0 {
+                self.fresh.push_back(room)
+            } else {
+                self.ring.push_back(room)
+            }
             return Some(slice);
         }
         None
@@ -501,6 +566,105 @@ mod tests {
             others <= 4 * (short + (128 << 10)),
             "others moved {others} bytes meanwhile, in {turns} turns"
         );
+    }
+
+    /// Takes one slice and has it flushed; whose it was, and its bytes.
+    fn step(s: &mut Scheduler) -> (DeliveryId, u64) {
+        let mut out = Vec::new();
+        let slice = s.next_slice(&mut out, |_, _| true).unwrap();
+        s.flushed(slice.id);
+        (slice.id, out.iter().map(|p| p.len).sum())
+    }
+
+    const PAGE_BYTES: u64 = 8 * 4096;
+    const QUANTUM: u64 = 64 << 10;
+
+    #[test]
+    fn a_short_room_behind_long_ones_gets_every_other_slice() {
+        let mut s = Scheduler::new(QUANTUM);
+        for n in 0..4u64 {
+            s.add(DeliveryId(n), key(1), Room::new(n).unwrap(), cursor(40_000));
+        }
+        // Long enough for them to have used up their own head starts.
+        while s.heads.values().any(|head| *head > 0) {
+            step(&mut s);
+        }
+        let short = 63 * PAGE_BYTES;
+        assert!(short < HEAD_START_TURNS * QUANTUM);
+        s.add(DeliveryId(9), key(1), Room::new(9).unwrap(), cursor(63));
+        let (mut moved, mut others) = (0, 0);
+        while moved < short {
+            let (id, bytes) = step(&mut s);
+            *(if id == DeliveryId(9) { &mut moved } else { &mut others }) += bytes;
+        }
+        assert!(others <= short + 2 * QUANTUM, "others moved {others} bytes meanwhile");
+    }
+
+    #[test]
+    fn a_flood_of_short_rooms_leaves_a_long_one_half() {
+        let mut s = Scheduler::new(QUANTUM);
+        s.add(DeliveryId(0), key(1), Room::new(0).unwrap(), cursor(40_000));
+        let (mut next, mut open, mut long, mut short) = (1u64, 0, 0u64, 0u64);
+        while long < 20_000 * PAGE_BYTES {
+            // There are always a hundred of them: one that ends is followed by another.
+            while open < 100 {
+                s.add(DeliveryId(next), key(1), Room::new(next).unwrap(), cursor(2));
+                (next, open) = (next + 1, open + 1);
+            }
+            let (id, bytes) = step(&mut s);
+            if id == DeliveryId(0) {
+                long += bytes;
+            } else {
+                short += bytes;
+                s.forget(Room::new(id.0).unwrap());
+                open -= 1;
+            }
+            assert!(short <= long + 40 * QUANTUM, "{short} bytes of short rooms, {long} of the long one");
+        }
+        assert!(short > long / 2, "the short ones got their share as well");
+        assert!(s.rooms() <= 101);
+    }
+
+    #[test]
+    fn a_room_that_is_pushed_in_parts_has_one_head_start() {
+        let mut s = Scheduler::new(QUANTUM);
+        let (whole, parts) = (Room::new(1).unwrap(), Room::new(2).unwrap());
+        s.add(DeliveryId(0), key(1), whole, cursor(40_000));
+        let (mut next, mut moved) = (1u64, [0u64; 2]);
+        let total = 20_000 * PAGE_BYTES;
+        while moved[0] < total {
+            if !s.flows.values().any(|f| f.id != DeliveryId(0)) {
+                s.add(DeliveryId(next), key(1), parts, cursor(4));
+                next += 1;
+            }
+            let (id, bytes) = step(&mut s);
+            moved[usize::from(id != DeliveryId(0))] += bytes;
+        }
+        assert!(moved[1] <= total + 2 * HEAD_START_TURNS * QUANTUM, "{moved:?}");
+        s.forget(parts);
+        assert_eq!(s.rooms(), 1);
+    }
+
+    /// Whoever comes when: over a long time all move the same.
+    #[test]
+    fn long_rooms_share_alike_whenever_they_came() {
+        let mut s = Scheduler::new(QUANTUM);
+        let mut moved = [0u64; 5];
+        for n in 0..5usize {
+            s.add(DeliveryId(n as u64), key(1), Room::new(n as u64).unwrap(), cursor(60_000));
+            for _ in 0..700 {
+                let (id, bytes) = step(&mut s);
+                moved[usize::try_from(id.0).unwrap()] += bytes;
+            }
+        }
+        let before = moved;
+        for _ in 0..5_000 {
+            let (id, bytes) = step(&mut s);
+            moved[usize::try_from(id.0).unwrap()] += bytes;
+        }
+        let gained: Vec<u64> = moved.iter().zip(before).map(|(m, b)| m - b).collect();
+        let (least, most) = (gained.iter().min().unwrap(), gained.iter().max().unwrap());
+        assert!(most - least <= 2 * QUANTUM, "{gained:?}");
     }
 
     #[test]

@@ -19,7 +19,8 @@ use std::collections::HashMap;
 const BUFFERS: usize = 16;
 /// More of them, for measurements.
 const SCRATCH: usize = 2;
-/// Runs of at least so many bytes are never worth packing: no ring is offered to peers whose pushes have such.
+/// Runs of at least so many bytes are not worth packing where writes go to our pages at once: no ring is offered to peers whose
+/// pushes have such, unless our pages are memory that UCX has not allocated, which its shared memory does not reach.
 const LARGE_RUN: u64 = 4096;
 /// Bytes of a slice at most, which is packed or unpacked in one go of the thread.
 const MOST_BYTES: u64 = 16 << 20;
@@ -52,6 +53,8 @@ struct RingMemory {
     /// What peers need to reach it.
     offer: Vec<u8>,
     span: RegionSpan,
+    /// Memory like our pages, which peers write to measure with.
+    plain: Option<RegionSpan>,
 }
 
 /// Buffers that we pack into, and write from.
@@ -86,6 +89,8 @@ pub(super) struct Packer {
 pub(super) struct Lane {
     /// By which number pieces name it.
     region: u32,
+    /// Memory like the peer's pages, if those are not like the ring: for measurements.
+    plain: Option<u32>,
     slot_bytes: u64,
     slots: u32,
     like: Likeness,
@@ -187,7 +192,7 @@ impl Packer {
 
     /// Peers may still write to the ring: its memory stays for ever, as pages do that were not released.
     pub(super) fn keep_ring(&mut self) {
-        std::mem::forget(self.ring.take().map(|ring| ring.span));
+        std::mem::forget(self.ring.take().map(|ring| (ring.span, ring.plain)));
     }
 
     pub(super) fn is_probing(&self) -> bool {
@@ -197,6 +202,33 @@ impl Packer {
     pub(super) fn entries(&self) -> usize {
         let used = self.buffers.as_ref().map_or(0, |b| b.users.iter().flatten().count());
         self.probes.len() + used
+    }
+}
+
+/// What `Attach` carries: how to reach a ring, and memory like the pages if those are of another kind.
+struct Offer<'a> {
+    ring: &'a [u8],
+    plain: &'a [u8],
+}
+
+impl<'a> Offer<'a> {
+    fn encode(&self) -> Vec<u8> {
+        // What lies in a slot depends on the order of the plan: the peer has to have the same.
+        let len = u32::try_from(self.ring.len()).unwrap_or(u32::MAX);
+        let heads = ORDER.to_le_bytes().into_iter().chain(len.to_le_bytes());
+        heads.chain(self.ring.iter().copied()).chain(self.plain.iter().copied()).collect()
+    }
+
+    /// `None` if the peer plans in another order.
+    fn decode(bytes: &'a [u8]) -> Result<Option<Self>, &'static str> {
+        let (order, rest) = bytes.split_first_chunk().ok_or("it names no order")?;
+        if u32::from_le_bytes(*order) != ORDER {
+            return Ok(None);
+        }
+        let (len, rest) = rest.split_first_chunk().ok_or("it does not say how long it is")?;
+        let len = usize::try_from(u32::from_le_bytes(*len)).map_err(|_| "it is too long")?;
+        let (ring, plain) = rest.split_at_checked(len).ok_or("it is cut short")?;
+        Ok(Some(Self { ring, plain }))
     }
 }
 
@@ -239,7 +271,8 @@ impl Driver {
             return None;
         }
         let run = Load::of(&self.sample_of(key)?).run_bytes();
-        if self.staging.config.mode == StagingMode::Auto && run >= LARGE_RUN {
+        let large = run >= LARGE_RUN && !self.carriers.has_plain_memory();
+        if self.staging.config.mode == StagingMode::Auto && large {
             return None;
         }
         if self.staging.ring.is_none() {
@@ -252,15 +285,21 @@ impl Driver {
                 }
             }
         }
-        // What lies in a slot depends on the order of the plan: the peer has to have the same.
-        let offer = &self.staging.ring.as_ref()?.offer;
-        Some(ORDER.to_le_bytes().iter().chain(offer).copied().collect())
+        Some(self.staging.ring.as_ref()?.offer.clone())
     }
 
     fn make_ring(&mut self, slot_bytes: u64, slots: u32) -> Result<RingMemory, FabricError> {
+        let plain = self.carriers.has_plain_memory();
         let (region, span) = self.carriers.add_memory(slot_bytes * (u64::from(slots) + 1))?;
-        let (local, offer) = (self.memory.add(&span)?, self.carriers.export_memory(region)?);
-        let ring = RingMemory { local, offer, span };
+        let (local, ring) = (self.memory.add(&span)?, self.carriers.export_memory(region)?);
+        let (plain_offer, plain) = if plain {
+            let (region, span) = self.carriers.add_plain_memory(slot_bytes)?;
+            (self.carriers.export_memory(region)?, Some(span))
+        } else {
+            (Vec::new(), None)
+        };
+        let offer = Offer { ring: &ring, plain: &plain_offer }.encode();
+        let ring = RingMemory { local, offer, span, plain };
         self.node
             .handle_ring(slot_bytes, slots)
             .map_err(|e| FabricError::Os { call: "ring", why: e.to_string() })?;
@@ -299,33 +338,41 @@ impl Driver {
         let endpoint = io.and_then(|io| io.endpoint.as_ref()).filter(|e| e.which == Which::Ucx);
         let (Some((slot_bytes, slots)), Some(ep)) = (dims, endpoint.map(|e| e.ep)) else { return Ok(false) };
         let bad = |why: String| FabricError::BadBlob { what: "staging ring", why };
-        let (order, offer) = offer.split_first_chunk().ok_or_else(|| bad("it names no order".to_owned()))?;
-        if u32::from_le_bytes(*order) != ORDER {
+        let Some(offer) = Offer::decode(offer).map_err(|why| bad(why.to_owned()))? else {
             tracing::debug!("the peer plans in another order: nothing goes packed to it");
             return Ok(false);
-        }
+        };
         let whole = u64::from(slots).checked_add(1).and_then(|n| n.checked_mul(slot_bytes));
         let Some(whole) = whole.filter(|_| slots > 0 && slot_bytes > 0) else {
             return Err(bad(format!("there is no ring of {slots} slots of {slot_bytes} bytes")));
         };
         self.need_buffers()?;
-        let (region, len) = self.carriers.import_memory(ep, offer)?;
+        let (region, len) = self.carriers.import_memory(ep, offer.ring)?;
         // Even if it is of no use: the key is taken in once for each endpoint.
         if let Some(io) = self.peers.get_mut(&key) {
             io.lane_tried = true;
         }
+        let plain = if offer.plain.is_empty() {
+            None
+        } else {
+            let (region, len) = self.carriers.import_memory(ep, offer.plain)?;
+            if len < slot_bytes {
+                return Err(bad(format!("{len} bytes to measure with, and slots of {slot_bytes}")));
+            }
+            Some(region)
+        };
         if whole > len {
             let why = format!("{slots} slots of {slot_bytes} bytes and one more do not fit into {len} bytes");
             return Err(bad(why));
         }
         self.node.handle_peer_ring(key, slot_bytes, slots).map_err(|e| bad(e.to_string()))?;
-        let like = self.likeness(key, slot_bytes);
+        let like = self.likeness(key, slot_bytes, plain.is_some());
         let cost = self.staging.known_cost(&like);
         let probe =
             if self.staging.measures(&like) { Some(self.new_probe(key, slot_bytes, true)?) } else { None };
         let measures = probe.is_some();
         if let Some(e) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) {
-            e.lane = Some(Lane { region, slot_bytes, slots, like, cost, probe, given_up: false });
+            e.lane = Some(Lane { region, plain, slot_bytes, slots, like, cost, probe, given_up: false });
         }
         Ok(measures)
     }
@@ -560,13 +607,21 @@ mod tests {
     }
 
     fn like(transports: &str, run_bytes: u64) -> Likeness {
-        Likeness { transports: transports.to_owned(), near: true, run_bytes, slice_bytes: 1 << 18 }
+        Likeness {
+            transports: transports.to_owned(),
+            near: true,
+            run_bytes,
+            slice_bytes: 1 << 18,
+            plain: false,
+        }
     }
 
     fn cost(put_ns: f64) -> Cost {
         Cost {
             put_ns,
             put_byte_ns: 0.0,
+            slot_ns: 0.0,
+            slot_byte_ns: 0.0,
             pack_row_ns: 0.0,
             pack_byte_ns: 0.0,
             unpack_row_ns: 0.0,
@@ -580,6 +635,7 @@ mod tests {
         let mut p = packer(StagingMode::Auto);
         let (tcp, posix) = (like("tcp", 256), like("posix", 256));
         let far = Likeness { near: false, ..like("tcp", 256) };
+        let plain = Likeness { plain: true, ..like("tcp", 256) };
         assert!(p.measures(&tcp) && p.measures(&posix));
         p.probes.insert(1, key(1));
         assert!(!p.measures(&tcp) && !p.measures(&posix), "while another is");
@@ -589,9 +645,24 @@ mod tests {
         assert!(p.measures(&tcp), "given up, so nothing is known");
         p.learn_cost(tcp.clone(), cost(1.0));
         assert!(!p.measures(&tcp) && p.known_cost(&tcp).is_some());
-        for other in [&posix, &like("tcp", 512), &far] {
+        for other in [&posix, &like("tcp", 512), &far, &plain] {
             assert!(p.measures(other) && p.known_cost(other).is_none(), "{other:?}");
         }
+    }
+
+    #[test]
+    fn an_offer_is_read_as_it_was_written_and_not_past_its_end() {
+        for plain in [&[][..], &[9, 8][..]] {
+            let bytes = Offer { ring: &[1, 2, 3], plain }.encode();
+            let back = Offer::decode(&bytes).unwrap().unwrap();
+            assert_eq!((back.ring, back.plain), (&[1, 2, 3][..], plain));
+            for n in 0..11 {
+                assert!(Offer::decode(&bytes[..n]).is_err(), "{n} bytes of it");
+            }
+        }
+        let mut other = Offer { ring: &[1], plain: &[] }.encode();
+        other[0] ^= 1;
+        assert!(Offer::decode(&other).unwrap().is_none());
     }
 
     #[test]
@@ -613,7 +684,7 @@ mod tests {
             let span =
                 RegionSpan { addr: backing.addr(), len: 4096, kind: MemKind::Host, backing: Some(backing) };
             let mut p = packer(StagingMode::Auto);
-            p.ring = Some(RingMemory { local: 0, offer: Vec::new(), span });
+            p.ring = Some(RingMemory { local: 0, offer: Vec::new(), span, plain: None });
             if kept {
                 p.keep_ring();
             }
