@@ -9,7 +9,7 @@ use kvxfer_fabric::ReadySignal;
 use kvxfer_proto::node::{Expect, Push};
 use kvxfer_proto::{PushId, Room};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 /// What a caller wants of the transfer thread.
@@ -80,14 +80,14 @@ impl Orders {
         if self.sleeping.load(Ordering::Relaxed)
             && self.sleeping.compare_exchange(true, false, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         {
-            self.woken_from.store(rustix::thread::sched_getcpu(), Relaxed);
+            self.woken_from.store(rustix::thread::sched_getcpu(), Ordering::Relaxed);
             self.signal.raise();
         }
     }
 
     /// Called by the thread after a sleep: whether a caller has woken it, on the core on which it runs now.
     pub(crate) fn was_woken_here(&self) -> bool {
-        let from = self.woken_from.swap(NOWHERE, Relaxed);
+        let from = self.woken_from.swap(NOWHERE, Ordering::Relaxed);
         from != NOWHERE && from == rustix::thread::sched_getcpu()
     }
 

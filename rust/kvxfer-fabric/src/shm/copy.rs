@@ -1,7 +1,7 @@
 //! The copying itself. Everything is checked before the first byte moves.
 
-use super::{host, os_error, stream, to_usize};
-use crate::{FabricError, Piece};
+use super::{host, os_error, to_usize};
+use crate::{FabricError, Piece, stream};
 
 /// Pieces in one call of `process_vm_readv`: the kernel's `IOV_MAX`.
 const IOV_MAX: usize = 1024;

@@ -34,7 +34,6 @@ mod ptracer;
 mod reader;
 mod sock;
 mod source;
-mod stream;
 mod warm;
 mod wire;
 

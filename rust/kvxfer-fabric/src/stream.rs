@@ -4,6 +4,7 @@
 //! overwrite, and throws out what the process that receives is using.
 
 /// Shorter pieces are copied as usual: they begin and end within a line more often than they gain.
+#[cfg(target_arch = "x86_64")]
 const LEAST: usize = 2048;
 
 /// Copies `len` bytes. What was written is visible to other threads only after [`fence`].
