@@ -9,10 +9,10 @@ use super::{Driver, PeerKey, Retry};
 use crate::carriers::Which;
 use crate::config::{AgentConfig, Staging, StagingMode};
 use crate::sched::Slice;
-use kvxfer_fabric::{EpId, FabricError, Piece, RegionSpan};
+use kvxfer_fabric::{EpId, FabricError, Piece};
 use kvxfer_proto::msg::MemKind;
 use kvxfer_proto::node::{Delivery, DeliveryEnd, DeliveryId, Direction, Unpacking};
-use kvxfer_proto::plan::{Cost, Cursor, Load, ORDER, sample};
+use kvxfer_proto::plan::{Cost, Cursor, Load, sample};
 use kvxfer_proto::staging::MAX_SLOTS;
 use kvxfer_proto::{Reason, ReasonKind, Time};
 use std::collections::HashMap;
@@ -487,6 +487,7 @@ impl Driver {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvxfer_fabric::RegionSpan;
     use kvxfer_proto::Incarnation;
 
     fn key(n: u64) -> PeerKey {
