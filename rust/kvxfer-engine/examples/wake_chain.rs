@@ -2,6 +2,8 @@
 //! an eventfd, that one the next by a byte over TCP, and that one a poller by an eventfd. Nothing of kvxfer is in it: no hand-off
 //! from idle can take less. `cargo run --release -p kvxfer-engine --example wake_chain`
 
+#![allow(clippy::print_stdout)]
+
 use rustix::event::{EventfdFlags, eventfd};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
