@@ -44,7 +44,9 @@ def test_every_row_is_there_and_the_plot_is_drawn(tmp_path: Path) -> None:
     drawn = ET.parse(file).getroot()
     names = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
     assert {"none", "copy", "kvxfer", "10", "20", "hand-offs a second"} <= names
-    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 6
+    # Of what the loop had no time for there is no point; the one without hand-offs stands at each rate.
+    points = 2 + sum(not row["saturated"] for (who, _), row in rows.items() if who != "none")
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == points
 
 
 def test_the_table_for_people_says_what_the_interval_says() -> None:
@@ -103,6 +105,17 @@ def test_the_interval_holds_the_mean_and_narrows_with_more_blocks() -> None:
     assert low < near < 2.5 < far < high
     assert interval([3.0] * 5) == (3.0, 3.0)
     assert percentile(range(100), 99) == 99
+
+
+@pytest.mark.parametrize(
+    ("spread", "ticks"),
+    [(0.004, "4.8 5.0 5.2 5.4 5.6 5.8 6.0 6.2"), (3.0, "2 4 6 8 10"), (250.0, "-300 -200 -100 0 100 200 300")],
+)
+def test_a_plots_scale_is_in_round_numbers_and_holds_every_interval(spread: float, ticks: str) -> None:
+    points = [(1.0, 5.0, 5.0 - spread, 5.0 + spread), (2.0, 6.0, 6.0 - spread, 6.0 + spread)]
+    drawn = ET.fromstring(plot("title", "x", "y", [Line("one", points)]))
+    texts = drawn.iter("{http://www.w3.org/2000/svg}text")
+    assert [text.text for text in texts if text.get("text-anchor") == "end"] == ticks.split()
 
 
 def test_a_plot_escapes_its_words_and_takes_a_single_point() -> None:

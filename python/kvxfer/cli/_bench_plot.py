@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
@@ -13,6 +14,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 50, 60
 # Okabe and Ito's, which people with any sight of colours can tell apart.
 _COLOURS = ("#000000", "#0072b2", "#009e73", "#d55e00")
 _TICKS = 6
+# Lines whose points would lie on each other are so many pixels apart, and an interval's end is as wide.
+_APART = 8
 
 
 class Line(NamedTuple):
@@ -22,6 +25,13 @@ class Line(NamedTuple):
     points: Sequence[tuple[float, float, float, float]]
 
 
+def _step(span: float) -> float:
+    """The distance of about so many ticks over a span: 1, 2, 2.5 or 5 times a power of ten."""
+    least = span / _TICKS
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(times * power for times in (1, 2, 2.5, 5, 10) if times * power >= least)
+
+
 def plot(title: str, x: str, y: str, lines: Sequence[Line]) -> str:
     """Lines with intervals over an axis whose places are the x values there are, evenly apart."""
     places = sorted({point[0] for line in lines for point in line.points})
@@ -29,12 +39,16 @@ def plot(title: str, x: str, y: str, lines: Sequence[Line]) -> str:
     high = max(point[3] for line in lines for point in line.points)
     if high <= low:
         high = low + 1
-    pad = (high - low) * 0.08
-    low, high = low - pad, high + pad
+    step = _step(high - low)
+    # The scale begins and ends with a tick.
+    first, last = math.floor(low / step), math.ceil(high / step)
+    low, high = first * step, last * step
+    digits = next(count for count in range(12) if math.isclose(round(step, count), step))
 
-    def at_x(value: float) -> float:
-        step = (_WIDTH - _LEFT - _RIGHT) / max(1, len(places) - 1)
-        return _LEFT + places.index(value) * step
+    def at_x(value: float, number: int | None = None) -> float:
+        slot = (_WIDTH - _LEFT - _RIGHT) / len(places)
+        aside = 0.0 if number is None else (number - (len(lines) - 1) / 2) * _APART
+        return _LEFT + (places.index(value) + 0.5) * slot + aside
 
     def at_y(value: float) -> float:
         return _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
@@ -55,23 +69,24 @@ def plot(title: str, x: str, y: str, lines: Sequence[Line]) -> str:
             f'text-anchor="middle" transform="rotate(-90 18 {(_TOP + bottom) / 2})"',
         ),
     ]
-    for i in range(_TICKS):
-        value = low + (high - low) * i / (_TICKS - 1)
-        height = f"{at_y(value):.1f}"
-        out.append(f'<line x1="{_LEFT}" x2="{right}" y1="{height}" y2="{height}" stroke="#dddddd"/>')
-        out.append(text((_LEFT - 8, at_y(value) + 4), f"{value:.2f}", 'text-anchor="end"'))
+    for tick in range(first, last + 1):
+        height = at_y(tick * step)
+        out.append(
+            f'<line x1="{_LEFT}" x2="{right}" y1="{height:.1f}" y2="{height:.1f}" stroke="#dddddd"/>'
+        )
+        out.append(text((_LEFT - 8, height + 4), f"{tick * step:.{digits}f}", 'text-anchor="end"'))
     for place in places:
         out.append(text((at_x(place), bottom + 20), f"{place:g}", 'text-anchor="middle"'))
     for number, line in enumerate(lines):
         colour = _COLOURS[number % len(_COLOURS)]
-        joined = " ".join(f"{at_x(px):.1f},{at_y(py):.1f}" for px, py, _, _ in line.points)
-        out.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        joined = " ".join(f"{at_x(px, number):.1f},{at_y(py):.1f}" for px, py, _, _ in line.points)
+        out.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         for px, py, least, most in line.points:
-            out.append(
-                f'<line x1="{at_x(px):.1f}" x2="{at_x(px):.1f}" y1="{at_y(least):.1f}" y2="{at_y(most):.1f}" '
-                f'stroke="{colour}"/>'
-            )
-            out.append(f'<circle cx="{at_x(px):.1f}" cy="{at_y(py):.1f}" r="3.5" fill="{colour}"/>')
+            middle, top, foot = at_x(px, number), at_y(most), at_y(least)
+            ends = f"M{middle - _APART / 2:.1f} {{0:.1f}}h{_APART}"
+            bar = f"M{middle:.1f} {top:.1f}V{foot:.1f}{ends.format(top)}{ends.format(foot)}"
+            out.append(f'<path d="{bar}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+            out.append(f'<circle cx="{middle:.1f}" cy="{at_y(py):.1f}" r="3" fill="{colour}"/>')
         key = _TOP + 10 + 22 * number
         ends = f'x1="{right + 16}" x2="{right + 40}" y1="{key}" y2="{key}"'
         out.append(f'<line {ends} stroke="{colour}" stroke-width="2"/>')

@@ -143,6 +143,16 @@ impl Carriers {
         self.ucx()?.add_memory(bytes)
     }
 
+    /// Memory like that which ucx was given and did not allocate, for measurements.
+    pub(crate) fn add_plain_memory(&mut self, bytes: u64) -> Result<(u32, RegionSpan), FabricError> {
+        self.ucx()?.add_plain_memory(bytes)
+    }
+
+    /// Whether there are regions that ucx has not allocated.
+    pub(crate) fn has_plain_memory(&self) -> bool {
+        self.ucx.as_ref().is_some_and(UcxFabric::has_plain_memory)
+    }
+
     /// What a peer needs to write to such memory.
     pub(crate) fn export_memory(&mut self, region: u32) -> Result<Vec<u8>, FabricError> {
         self.ucx()?.export_memory(region)

@@ -38,6 +38,8 @@ const ORDERS_PER_TURN: usize = 64;
 const SLICES_IN_FLIGHT: usize = 8;
 /// Longest sleep while writes are in flight or pages are not ready.
 const IN_FLIGHT_NAP: Duration = Duration::from_micros(50);
+/// A spin that loses its core for so long ends: who sleeps is run at once when it is woken, who spins waits for its turn.
+const CROWDED_US: u64 = 100;
 /// Statistics are published at most this often.
 const STATS_EVERY_US: u64 = 2_000;
 /// Connections whose time is up are looked for this often while the thread is busy.
@@ -256,11 +258,18 @@ impl Driver {
             }
             let since = *idle_since.get_or_insert(now);
             if now.since_us(since) < u64::try_from(self.spin.as_micros()).unwrap_or(u64::MAX) {
-                std::hint::spin_loop();
-                continue;
+                // Whoever else wants this core has something to do: a caller, its event loop, the peer's thread.
+                rustix::thread::sched_yield();
+                if self::now().since_us(now) < CROWDED_US {
+                    continue;
+                }
             }
             self.sleep(now);
             idle_since = None;
+            if self.shared.orders.was_woken_here() {
+                // The caller goes on first: it must not wait for what it has ordered.
+                rustix::thread::sched_yield();
+            }
         }
     }
 
@@ -462,6 +471,7 @@ impl Driver {
             + self.signals.len()
             + self.first_write.len()
             + self.sched.len()
+            + self.sched.rooms()
             + self.tickets.len()
             + self.fences.len()
             + self.failures.len()

@@ -9,6 +9,7 @@ use kvxfer_fabric::ReadySignal;
 use kvxfer_proto::node::{Expect, Push};
 use kvxfer_proto::{PushId, Room};
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 /// What a caller wants of the transfer thread.
@@ -30,7 +31,12 @@ pub(crate) struct Orders {
     /// No further order is wanted. Beside the queue, because closing must not need a place in it.
     closed: AtomicBool,
     pub(crate) signal: Signal,
+    /// The core from which a caller last woke the thread. No part of the protocol: it says only where to be polite.
+    woken_from: AtomicUsize,
 }
+
+/// No core.
+const NOWHERE: usize = usize::MAX;
 
 impl Orders {
     pub(crate) fn new(capacity: usize) -> rustix::io::Result<Self> {
@@ -39,6 +45,7 @@ impl Orders {
             sleeping: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             signal: Signal::new()?,
+            woken_from: AtomicUsize::new(NOWHERE),
         })
     }
 
@@ -73,8 +80,15 @@ impl Orders {
         if self.sleeping.load(Ordering::Relaxed)
             && self.sleeping.compare_exchange(true, false, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         {
+            self.woken_from.store(rustix::thread::sched_getcpu(), Ordering::Relaxed);
             self.signal.raise();
         }
+    }
+
+    /// Called by the thread after a sleep: whether a caller has woken it, on the core on which it runs now.
+    pub(crate) fn was_woken_here(&self) -> bool {
+        let from = self.woken_from.swap(NOWHERE, Ordering::Relaxed);
+        from != NOWHERE && from == rustix::thread::sched_getcpu()
     }
 
     pub(crate) fn take(&self) -> Option<Order> {

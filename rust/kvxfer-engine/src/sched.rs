@@ -2,6 +2,9 @@
 //!
 //! Rooms take turns, and a turn is worth the same number of bytes to each (deficit round robin), so a short
 //! hand-off never waits for a long one to end. Within a room, deliveries go in the order in which they came.
+//!
+//! A room's first bytes are its *head start*: rooms that have some left share every other turn, so that a short room beside
+//! many long ones takes about twice its time alone, and a flood of short ones leaves the long ones half.
 
 use kvxfer_proto::Room;
 use kvxfer_proto::node::{DeliveryId, PeerKey};
@@ -62,7 +65,14 @@ struct Turn {
 pub(crate) struct Scheduler {
     flows: HashMap<DeliveryId, Flow>,
     turns: HashMap<Room, Turn>,
+    /// Rooms that have used up their head start.
     ring: VecDeque<Room>,
+    /// Rooms that have not.
+    fresh: VecDeque<Room>,
+    /// Whose slice was the last: the other kind comes first now.
+    fresh_was_last: bool,
+    /// What is left of each room's head start, for as long as the room lives: a room that is pushed in parts has one only.
+    heads: HashMap<Room, u64>,
     quantum: u64,
 }
 
@@ -89,6 +99,8 @@ pub(crate) enum InSlot {
 
 /// Pieces a slice may have at most: bounds the time between two looks at the control channel when pieces are tiny.
 const SLICE_PIECES: usize = 1024;
+/// A room's head start, in turns' worth of bytes: 8 MiB by default, in which 1,000 tokens of eight layers fit twice.
+const HEAD_START_TURNS: u64 = 32;
 /// Rows that a slice may look at: the same for sums of small rows, and for samples, which skip most of them.
 const SLICE_CELLS: u64 = 16_384;
 
@@ -162,19 +174,31 @@ impl Scheduler {
     fn begin(&mut self, id: DeliveryId, peer: PeerKey, room: Room, work: Work, exhausted: bool) {
         let flow = Flow { id, peer, work, exhausted, aborted: false, in_flight: 0, bytes: 0, writes: 0 };
         self.flows.insert(id, flow);
+        let head = *self.heads.entry(room).or_insert(HEAD_START_TURNS.saturating_mul(self.quantum));
         let turn = self.turns.entry(room).or_insert_with(|| {
-            self.ring.push_back(room);
+            let queue = if head > 0 { &mut self.fresh } else { &mut self.ring };
+            queue.push_back(room);
             Turn::default()
         });
         turn.flows.push_back(id);
     }
 
     pub(crate) fn has_work(&self) -> bool {
-        !self.ring.is_empty()
+        !self.ring.is_empty() || !self.fresh.is_empty()
     }
 
     pub(crate) fn len(&self) -> usize {
         self.flows.len()
+    }
+
+    /// A room is over: its number may be another's.
+    pub(crate) fn forget(&mut self, room: Room) {
+        self.heads.remove(&room);
+    }
+
+    /// Rooms of which something is remembered.
+    pub(crate) fn rooms(&self) -> usize {
+        self.heads.len()
     }
 
     /// Fills `out` with the next slice, of a room for whose peer `may_post` holds, which is also told whether it would be
@@ -185,8 +209,32 @@ impl Scheduler {
         mut may_post: impl FnMut(PeerKey, bool) -> bool,
     ) -> Option<Slice> {
         out.clear();
-        for _ in 0..self.ring.len() {
-            let room = self.ring.pop_front()?;
+        let fresh = !self.fresh_was_last;
+        let slice = match self.slice_of(fresh, out, &mut may_post) {
+            Some(slice) => {
+                self.fresh_was_last = fresh;
+                slice
+            }
+            None => {
+                let slice = self.slice_of(!fresh, out, &mut may_post)?;
+                self.fresh_was_last = !fresh;
+                slice
+            }
+        };
+        Some(slice)
+    }
+
+    /// The next slice of the rooms that have some of their head start left, or of those that have not.
+    fn slice_of(
+        &mut self,
+        fresh: bool,
+        out: &mut Vec<Piece>,
+        mut may_post: impl FnMut(PeerKey, bool) -> bool,
+    ) -> Option<Slice> {
+        let (queue, other) =
+            if fresh { (&mut self.fresh, &mut self.ring) } else { (&mut self.ring, &mut self.fresh) };
+        for _ in 0..queue.len() {
+            let room = queue.pop_front()?;
             let Some(turn) = self.turns.get_mut(&room) else { continue };
             turn.flows.retain(|id| self.flows.get(id).is_some_and(|f| !f.exhausted && !f.aborted));
             if turn.flows.is_empty() {
@@ -209,18 +257,16 @@ impl Scheduler {
             };
             // One that waits for its peer, or for a slot, holds up none behind it, which may have what others wait for.
             let id = turn.flows.iter().find(|id| self.flows.get(id).is_some_and(&mut ready)).copied();
-            self.ring.push_back(room);
             let Some(flow) = id.and_then(|id| self.flows.get_mut(&id)) else {
                 // It keeps its place and gains nothing by waiting.
+                queue.push_back(room);
                 continue;
             };
             turn.deficit = turn.deficit.saturating_add(self.quantum).min(2 * self.quantum);
             let mut slice = Slice { id: flow.id, peer: flow.peer, room, sum: None, slot: None };
             match &mut flow.work {
-                Work::Sum(_) => {
-                    slice.sum = Some(turn.deficit);
-                    return Some(slice);
-                }
+                // What it takes is known, and taken off, once it is summed.
+                Work::Sum(_) => slice.sum = Some(turn.deficit),
                 Work::Move(cursor) => flow.exhausted = !cursor.fill(out, turn.deficit, SLICE_PIECES),
                 Work::Pack { cursor, slice_bytes, slots, cut } => {
                     slice.slot = slots.pop_front().map(|slot| InSlot::Pack(slot, *cut));
@@ -234,9 +280,19 @@ impl Scheduler {
             }
             let bytes: u64 = out.iter().map(|p| p.len).sum();
             turn.deficit = turn.deficit.saturating_sub(bytes);
-            flow.bytes += bytes;
-            flow.writes += if matches!(flow.work, Work::Pack { .. }) { 1 } else { out.len() as u64 };
-            flow.in_flight += 1;
+            if slice.sum.is_none() {
+                flow.bytes += bytes;
+                flow.writes += if matches!(flow.work, Work::Pack { .. }) { 1 } else { out.len() as u64 };
+                flow.in_flight += 1;
+            }
+            // A slice counts as a turn's worth at the least: tiny pieces, and sums of which little is looked at, take their time.
+            let used = bytes.max(self.quantum);
+            let left = self.heads.get_mut(&room).map_or(0, |head| {
+                *head = head.saturating_sub(used);
+                *head
+            });
+            let next = if fresh && left == 0 { other } else { queue };
+            next.push_back(room);
             return Some(slice);
         }
         None
@@ -306,228 +362,4 @@ impl Scheduler {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use kvxfer_proto::node::Direction;
-    use kvxfer_proto::plan::{Request, Template};
-    use kvxfer_proto::{DType, Incarnation, Kind, Order, PageLayout, Shard, Side};
-    use std::sync::Arc;
-
-    fn cursor(pages: u32) -> Cursor {
-        let layout = PageLayout {
-            layers: 4,
-            kv_heads: 1,
-            head_dim: 128,
-            page_tokens: 16,
-            dtype: DType::Bfloat16,
-            order: Order::Hnd,
-            kind: Kind::Kv,
-            ..PageLayout::PLAIN
-        };
-        let side =
-            Side { groups: vec![layout], shard: Shard { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1 } };
-        let list: Arc<[u32]> = (0..pages).map(|p| p * 2).collect();
-        let request = Request {
-            src_pages: vec![Arc::clone(&list)],
-            src_tokens: 0..u64::from(pages) * 16,
-            dst_pages: vec![list],
-            dst_tokens: 0..u64::from(pages) * 16,
-            tokens: 0..u64::from(pages) * 16,
-            layers: 0..4,
-        };
-        let template = Arc::new(Template::new(&side, &side).unwrap());
-        Cursor::new(template, request, &[100_000], &[100_000]).unwrap()
-    }
-
-    fn key(n: u64) -> PeerKey {
-        PeerKey { incarnation: Incarnation(n), direction: Direction::TheyGrant }
-    }
-
-    fn digest(pages: u32, sample: bool) -> Digest {
-        let cursor = cursor(pages);
-        let extent = kvxfer_proto::plan::Extent {
-            end: kvxfer_proto::plan::End::Source,
-            pages: vec![(0..pages).collect()],
-            list: 0..u64::from(pages) * 16,
-            room: 0..u64::from(pages) * 16,
-            tokens: 0..u64::from(pages) * 16,
-            layers: 0..4,
-            sample,
-        };
-        Digest::new(Arc::clone(cursor.template()), extent, &[100_000]).unwrap()
-    }
-
-    fn nothing(_: u32, _: u64, _: &mut [u8]) -> Result<(), ()> {
-        Ok(())
-    }
-
-    /// Sums take turns with data work, a slice at a time, and need no credit of their peer.
-    #[test]
-    fn a_sum_shares_the_thread_with_other_rooms() {
-        let mut s = Scheduler::new(64 << 10);
-        s.add_sum(DeliveryId(1), key(1), Room::new(1).unwrap(), digest(1000, false));
-        s.add(DeliveryId(2), key(2), Room::new(2).unwrap(), cursor(63));
-        let (mut out, mut summed, mut moved) = (Vec::new(), 0, 0);
-        while let Some(slice) = s.next_slice(&mut out, |k, _| k == key(2)) {
-            if slice.sum.is_some() {
-                assert_eq!(slice.id, DeliveryId(1));
-                let (bytes, end) = s.sum(slice, nothing).unwrap();
-                assert!(bytes <= 128 << 10, "a slice of {bytes} bytes");
-                summed += bytes;
-                assert_eq!(end.is_some(), summed == 1000 * 4096 * 8);
-            } else {
-                assert!(out.iter().map(|p| p.len).sum::<u64>() <= 128 << 10);
-                moved += out.iter().map(|p| p.len).sum::<u64>();
-                s.flushed(slice.id);
-            }
-            if moved < 63 * 4096 * 8 {
-                assert!(summed <= moved + (256 << 10), "{summed} bytes were summed while {moved} moved");
-            }
-        }
-        assert_eq!((summed, moved), (1000 * 4096 * 8, 63 * 4096 * 8));
-        assert_eq!(s.len(), 0);
-    }
-
-    /// Rows that a sample skips take their time too.
-    #[test]
-    fn a_sample_of_a_long_room_comes_in_slices() {
-        let mut s = Scheduler::new(u64::MAX / 4);
-        s.add_sum(DeliveryId(1), key(1), Room::new(1).unwrap(), digest(4096, true));
-        let (mut out, mut slices) = (Vec::new(), 0);
-        while let Some(slice) = s.next_slice(&mut out, |_, _| false) {
-            s.sum(slice, nothing).unwrap();
-            slices += 1;
-        }
-        assert_eq!(slices, 4096 * 16 * 8 / SLICE_CELLS);
-    }
-
-    /// A flow that waits for a slot is passed over; what its slots bring is cut alike on both sides.
-    #[test]
-    fn a_push_without_slots_holds_up_nobody() {
-        let mut s = Scheduler::new(64 << 10);
-        let room = Room::new(1).unwrap();
-        s.add_packed(DeliveryId(1), key(1), room, cursor(100), 64 << 10);
-        s.add_unpacking(DeliveryId(2), key(1), room, cursor(100), 64 << 10);
-        s.add(DeliveryId(3), key(1), room, cursor(1));
-        let mut out = Vec::new();
-        let slice = s.next_slice(&mut out, |_, _| true).unwrap();
-        assert_eq!((slice.id, slice.slot), (DeliveryId(3), None));
-        s.flushed(slice.id);
-        assert!(s.next_slice(&mut out, |_, _| true).is_none(), "neither has a slot");
-        s.lent(DeliveryId(1), 7);
-        assert!(s.next_slice(&mut out, |_, packed| !packed).is_none(), "there is no buffer for its peer");
-        let slice = s.next_slice(&mut out, |_, packed| packed).unwrap();
-        assert_eq!((slice.id, slice.slot), (DeliveryId(1), Some(InSlot::Pack(7, 0))));
-        s.landed(DeliveryId(2), 3, 1000);
-        let slice = s.next_slice(&mut out, |_, _| false).unwrap();
-        assert_eq!((slice.id, slice.slot), (DeliveryId(2), Some(InSlot::Unpack(3, 1000))));
-    }
-
-    #[test]
-    fn both_sides_cut_a_push_alike_and_no_slice_is_too_large() {
-        let all = |s: &mut Scheduler, give: fn(&mut Scheduler)| {
-            let (mut out, mut cuts, mut pieces) = (Vec::new(), Vec::new(), Vec::new());
-            loop {
-                give(s);
-                let Some(slice) = s.next_slice(&mut out, |_, _| true) else { return (cuts, pieces) };
-                cuts.push(out.len());
-                pieces.extend_from_slice(&out);
-                s.flushed(slice.id);
-            }
-        };
-        let room = Room::new(1).unwrap();
-        for (slice_bytes, most) in [(64u64 << 10, 16), (1 << 30, PACKED_PIECES)] {
-            let mut s = Scheduler::new(64 << 10);
-            s.add_packed(DeliveryId(1), key(1), room, cursor(1000), slice_bytes);
-            let sent = all(&mut s, |s| s.lent(DeliveryId(1), 0));
-            s.add_unpacking(DeliveryId(1), key(1), room, cursor(1000), slice_bytes);
-            let taken = all(&mut s, |s| s.landed(DeliveryId(1), 0, 0));
-            assert_eq!(sent, taken);
-            assert_eq!((sent.0[0], sent.1.len()), (most, 8000));
-            assert!(sent.0.iter().all(|n| *n <= most), "{:?}", sent.0);
-        }
-    }
-
-    #[test]
-    fn a_push_that_gets_no_slots_moves_from_its_start() {
-        let mut s = Scheduler::new(64 << 10);
-        s.add_packed(DeliveryId(1), key(1), Room::new(1).unwrap(), cursor(2), 64 << 10);
-        let mut out = Vec::new();
-        assert!(s.next_slice(&mut out, |_, _| true).is_none());
-        s.direct(DeliveryId(1));
-        let slice = s.next_slice(&mut out, |_, packed| !packed).unwrap();
-        assert_eq!((slice.slot, out.len()), (None, 16));
-        assert_eq!(s.flushed(slice.id), Some(FlowEnd::Complete { bytes: 16 * 4096, writes: 16 }));
-    }
-
-    #[test]
-    fn a_sum_that_is_stopped_ends_at_once() {
-        let mut s = Scheduler::new(64 << 10);
-        s.add_sum(DeliveryId(1), key(1), Room::new(1).unwrap(), digest(1000, false));
-        let mut out = Vec::new();
-        let slice = s.next_slice(&mut out, |_, _| true).unwrap();
-        assert_eq!(s.sum(slice, nothing).unwrap().1, None);
-        assert_eq!(s.abort(DeliveryId(1)), Some(FlowEnd::Aborted));
-        assert!(s.next_slice(&mut out, |_, _| true).is_none());
-        s.add_sum(DeliveryId(2), key(1), Room::new(1).unwrap(), digest(1000, false));
-        assert_eq!(s.drop_peer(key(1)), vec![DeliveryId(2)]);
-        assert!(s.next_slice(&mut out, |_, _| true).is_none());
-    }
-
-    /// A short room behind long ones gets its share from its first turn on.
-    #[test]
-    fn a_short_room_waits_for_one_slice_of_each_other_room() {
-        let mut s = Scheduler::new(64 << 10);
-        for n in 0..4u64 {
-            s.add(DeliveryId(n), key(1), Room::new(n).unwrap(), cursor(4000));
-        }
-        s.add(DeliveryId(9), key(1), Room::new(9).unwrap(), cursor(63));
-        let (mut out, mut turns, mut others) = (Vec::new(), 0, 0u64);
-        let short = 63 * 4096 * 8;
-        loop {
-            let slice = s.next_slice(&mut out, |_, _| true).unwrap();
-            let bytes: u64 = out.iter().map(|p| p.len).sum();
-            if slice.id == DeliveryId(9) {
-                turns += 1;
-                if let Some(end) = s.flushed(slice.id) {
-                    assert_eq!(end, FlowEnd::Complete { bytes: short, writes: 63 * 8 });
-                    break;
-                }
-            } else {
-                others += bytes;
-            }
-        }
-        assert!(
-            others <= 4 * (short + (128 << 10)),
-            "others moved {others} bytes meanwhile, in {turns} turns"
-        );
-    }
-
-    #[test]
-    fn an_abort_ends_once_nothing_is_in_flight() {
-        let mut s = Scheduler::new(64 << 10);
-        s.add(DeliveryId(1), key(1), Room::new(1).unwrap(), cursor(100));
-        let mut out = Vec::new();
-        s.next_slice(&mut out, |_, _| true).unwrap();
-        s.next_slice(&mut out, |_, _| true).unwrap();
-        assert_eq!(s.abort(DeliveryId(1)), None);
-        assert!(s.next_slice(&mut out, |_, _| true).is_none(), "nothing more is posted");
-        assert_eq!(s.flushed(DeliveryId(1)), None);
-        assert_eq!(s.flushed(DeliveryId(1)), Some(FlowEnd::Aborted));
-        assert!(!s.has_work());
-    }
-
-    #[test]
-    fn a_peer_that_cannot_take_more_does_not_hold_up_the_others() {
-        let mut s = Scheduler::new(64 << 10);
-        s.add(DeliveryId(1), key(1), Room::new(1).unwrap(), cursor(100));
-        s.add(DeliveryId(2), key(2), Room::new(2).unwrap(), cursor(100));
-        let mut out = Vec::new();
-        for _ in 0..10 {
-            assert_eq!(s.next_slice(&mut out, |k, _| k == key(2)).unwrap().id, DeliveryId(2));
-        }
-        assert_eq!(s.drop_peer(key(2)), vec![DeliveryId(2)]);
-        assert!(s.next_slice(&mut out, |k, _| k == key(2)).is_none());
-        assert_eq!(s.next_slice(&mut out, |_, _| true).unwrap().id, DeliveryId(1));
-    }
-}
+mod tests;

@@ -91,7 +91,9 @@ impl Decode {
         let (region, ring) = fabric.add_memory(SLOT_BYTES * u64::from(SLOTS + 1)).unwrap();
         let memory_file = File::options().write(true).open("/proc/self/mem").unwrap();
         memory_file.write_all_at(&UNTOUCHED, probed_at(&ring)).unwrap();
-        let offer = [ORDER.to_le_bytes().as_slice(), &fabric.export_memory(region).unwrap()].concat();
+        let key = fabric.export_memory(region).unwrap();
+        let len = u32::try_from(key.len()).unwrap();
+        let offer = [ORDER.to_le_bytes().as_slice(), &len.to_le_bytes(), &key].concat();
         let (raw, theirs) = transfer(p.agent.address(), me, || {
             let mut ours = decode_rank(format!("decode-{me}"), &rank(0, 1));
             ours.staging = (SLOT_BYTES, SLOTS);

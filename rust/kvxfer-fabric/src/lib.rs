@@ -12,6 +12,7 @@ pub mod memory;
 pub mod process;
 pub mod shm;
 pub mod sim;
+mod stream;
 pub mod ucx;
 
 pub use error::FabricError;

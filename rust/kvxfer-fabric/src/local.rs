@@ -1,7 +1,7 @@
 //! An agent's own memory, read for checksums, packed and unpacked.
 
 use crate::shm::check_bounds;
-use crate::{Backing, FabricError, MemKind, Piece, RegionSpan};
+use crate::{Backing, FabricError, MemKind, Piece, RegionSpan, stream};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -91,16 +91,21 @@ impl LocalMemory {
             // unpacked: the caller's plan is of that grant, and the node gives no page back before its unpacking has ended.
             // A caller that breaks this loses bytes of the engine's, as any write to registered memory would, but not
             // memory safety: no reference to a region is made anywhere, and each value of a byte is valid, also if a peer that
-            // breaks the protocol writes the source meanwhile. `copy` allows for an overlap.
+            // breaks the protocol writes the source meanwhile. `copy` allows for an overlap, and where there is none `stream`
+            // is told to copy.
             unsafe {
-                std::ptr::copy(
-                    std::ptr::with_exposed_provenance::<u8>(from),
-                    std::ptr::with_exposed_provenance_mut::<u8>(to),
-                    len,
-                );
+                let src = std::ptr::with_exposed_provenance::<u8>(from);
+                let dst = std::ptr::with_exposed_provenance_mut::<u8>(to);
+                // A buffer is written out at once, and stays in the cache for it.
+                if unpack && from.abs_diff(to) >= len {
+                    stream::copy(src, dst, len);
+                } else {
+                    std::ptr::copy(src, dst, len);
+                }
             }
             at += len;
         }
+        stream::fence();
         Ok(total)
     }
 

@@ -282,6 +282,7 @@ impl Driver {
         if over {
             self.rooms.remove(&room);
             self.first_write.remove(&room);
+            self.sched.forget(room);
         }
     }
 }

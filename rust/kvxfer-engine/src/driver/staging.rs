@@ -1,16 +1,18 @@
 //! Staging: our ring, the buffers that we pack into, and which pushes go packed.
 
 mod measure;
+mod ring;
 
 use self::measure::{Likeness, PROBE_PIECES, PROBE_WAIT, Probe};
+use self::ring::{Offer, RingMemory};
 use super::{Driver, PeerKey, Retry};
 use crate::carriers::Which;
 use crate::config::{AgentConfig, Staging, StagingMode};
 use crate::sched::Slice;
-use kvxfer_fabric::{EpId, FabricError, Piece, RegionSpan};
+use kvxfer_fabric::{EpId, FabricError, Piece};
 use kvxfer_proto::msg::MemKind;
 use kvxfer_proto::node::{Delivery, DeliveryEnd, DeliveryId, Direction, Unpacking};
-use kvxfer_proto::plan::{Cost, Cursor, Load, ORDER, sample};
+use kvxfer_proto::plan::{Cost, Cursor, Load, sample};
 use kvxfer_proto::staging::MAX_SLOTS;
 use kvxfer_proto::{Reason, ReasonKind, Time};
 use std::collections::HashMap;
@@ -19,8 +21,6 @@ use std::collections::HashMap;
 const BUFFERS: usize = 16;
 /// More of them, for measurements.
 const SCRATCH: usize = 2;
-/// Runs of at least so many bytes are never worth packing: no ring is offered to peers whose pushes have such.
-const LARGE_RUN: u64 = 4096;
 /// Bytes of a slice at most, which is packed or unpacked in one go of the thread.
 const MOST_BYTES: u64 = 16 << 20;
 /// Kinds of peers whose costs are kept.
@@ -42,16 +42,6 @@ pub(super) struct PackedSlice {
     pub(super) number: u64,
     pub(super) buffer: usize,
     pub(super) bytes: u64,
-}
-
-/// Our ring, which peers write.
-#[derive(Debug)]
-struct RingMemory {
-    /// Its number among our own regions.
-    local: u32,
-    /// What peers need to reach it.
-    offer: Vec<u8>,
-    span: RegionSpan,
 }
 
 /// Buffers that we pack into, and write from.
@@ -86,6 +76,8 @@ pub(super) struct Packer {
 pub(super) struct Lane {
     /// By which number pieces name it.
     region: u32,
+    /// Memory like the peer's pages, if those are not like the ring: for measurements.
+    plain: Option<u32>,
     slot_bytes: u64,
     slots: u32,
     like: Likeness,
@@ -187,7 +179,7 @@ impl Packer {
 
     /// Peers may still write to the ring: its memory stays for ever, as pages do that were not released.
     pub(super) fn keep_ring(&mut self) {
-        std::mem::forget(self.ring.take().map(|ring| ring.span));
+        std::mem::forget(self.ring.take().map(|ring| (ring.span, ring.plain)));
     }
 
     pub(super) fn is_probing(&self) -> bool {
@@ -231,42 +223,6 @@ impl Driver {
         }
     }
 
-    /// Decode's side: what the peer needs to write to our ring, if its pushes may use it.
-    pub(super) fn offer_ring(&mut self, key: PeerKey) -> Option<Vec<u8>> {
-        let which = self.peers.get(&key)?.endpoint.as_ref()?.which;
-        let (slot_bytes, slots) = self.staging.offers();
-        if which != Which::Ucx || slots == 0 {
-            return None;
-        }
-        let run = Load::of(&self.sample_of(key)?).run_bytes();
-        if self.staging.config.mode == StagingMode::Auto && run >= LARGE_RUN {
-            return None;
-        }
-        if self.staging.ring.is_none() {
-            match self.make_ring(slot_bytes, slots) {
-                Ok(ring) => self.staging.ring = Some(ring),
-                Err(e) => {
-                    tracing::warn!(error = %e, "no staging ring: pushes of small runs go as single writes");
-                    self.staging.no_ring = true;
-                    return None;
-                }
-            }
-        }
-        // What lies in a slot depends on the order of the plan: the peer has to have the same.
-        let offer = &self.staging.ring.as_ref()?.offer;
-        Some(ORDER.to_le_bytes().iter().chain(offer).copied().collect())
-    }
-
-    fn make_ring(&mut self, slot_bytes: u64, slots: u32) -> Result<RingMemory, FabricError> {
-        let (region, span) = self.carriers.add_memory(slot_bytes * (u64::from(slots) + 1))?;
-        let (local, offer) = (self.memory.add(&span)?, self.carriers.export_memory(region)?);
-        let ring = RingMemory { local, offer, span };
-        self.node
-            .handle_ring(slot_bytes, slots)
-            .map_err(|e| FabricError::Os { call: "ring", why: e.to_string() })?;
-        Ok(ring)
-    }
-
     fn need_buffers(&mut self) -> Result<(), FabricError> {
         if self.staging.buffers.is_none() {
             let (fabric, span) =
@@ -299,33 +255,41 @@ impl Driver {
         let endpoint = io.and_then(|io| io.endpoint.as_ref()).filter(|e| e.which == Which::Ucx);
         let (Some((slot_bytes, slots)), Some(ep)) = (dims, endpoint.map(|e| e.ep)) else { return Ok(false) };
         let bad = |why: String| FabricError::BadBlob { what: "staging ring", why };
-        let (order, offer) = offer.split_first_chunk().ok_or_else(|| bad("it names no order".to_owned()))?;
-        if u32::from_le_bytes(*order) != ORDER {
+        let Some(offer) = Offer::decode(offer).map_err(|why| bad(why.to_owned()))? else {
             tracing::debug!("the peer plans in another order: nothing goes packed to it");
             return Ok(false);
-        }
+        };
         let whole = u64::from(slots).checked_add(1).and_then(|n| n.checked_mul(slot_bytes));
         let Some(whole) = whole.filter(|_| slots > 0 && slot_bytes > 0) else {
             return Err(bad(format!("there is no ring of {slots} slots of {slot_bytes} bytes")));
         };
         self.need_buffers()?;
-        let (region, len) = self.carriers.import_memory(ep, offer)?;
+        let (region, len) = self.carriers.import_memory(ep, offer.ring)?;
         // Even if it is of no use: the key is taken in once for each endpoint.
         if let Some(io) = self.peers.get_mut(&key) {
             io.lane_tried = true;
         }
+        let plain = if offer.plain.is_empty() {
+            None
+        } else {
+            let (region, len) = self.carriers.import_memory(ep, offer.plain)?;
+            if len < slot_bytes {
+                return Err(bad(format!("{len} bytes to measure with, and slots of {slot_bytes}")));
+            }
+            Some(region)
+        };
         if whole > len {
             let why = format!("{slots} slots of {slot_bytes} bytes and one more do not fit into {len} bytes");
             return Err(bad(why));
         }
         self.node.handle_peer_ring(key, slot_bytes, slots).map_err(|e| bad(e.to_string()))?;
-        let like = self.likeness(key, slot_bytes);
+        let like = self.likeness(key, slot_bytes, plain.is_some());
         let cost = self.staging.known_cost(&like);
         let probe =
             if self.staging.measures(&like) { Some(self.new_probe(key, slot_bytes, true)?) } else { None };
         let measures = probe.is_some();
         if let Some(e) = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut()) {
-            e.lane = Some(Lane { region, slot_bytes, slots, like, cost, probe, given_up: false });
+            e.lane = Some(Lane { region, plain, slot_bytes, slots, like, cost, probe, given_up: false });
         }
         Ok(measures)
     }
@@ -523,6 +487,7 @@ impl Driver {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvxfer_fabric::RegionSpan;
     use kvxfer_proto::Incarnation;
 
     fn key(n: u64) -> PeerKey {
@@ -560,13 +525,21 @@ mod tests {
     }
 
     fn like(transports: &str, run_bytes: u64) -> Likeness {
-        Likeness { transports: transports.to_owned(), near: true, run_bytes, slice_bytes: 1 << 18 }
+        Likeness {
+            transports: transports.to_owned(),
+            near: true,
+            run_bytes,
+            slice_bytes: 1 << 18,
+            plain: false,
+        }
     }
 
     fn cost(put_ns: f64) -> Cost {
         Cost {
             put_ns,
             put_byte_ns: 0.0,
+            slot_ns: 0.0,
+            slot_byte_ns: 0.0,
             pack_row_ns: 0.0,
             pack_byte_ns: 0.0,
             unpack_row_ns: 0.0,
@@ -580,6 +553,7 @@ mod tests {
         let mut p = packer(StagingMode::Auto);
         let (tcp, posix) = (like("tcp", 256), like("posix", 256));
         let far = Likeness { near: false, ..like("tcp", 256) };
+        let plain = Likeness { plain: true, ..like("tcp", 256) };
         assert!(p.measures(&tcp) && p.measures(&posix));
         p.probes.insert(1, key(1));
         assert!(!p.measures(&tcp) && !p.measures(&posix), "while another is");
@@ -589,7 +563,7 @@ mod tests {
         assert!(p.measures(&tcp), "given up, so nothing is known");
         p.learn_cost(tcp.clone(), cost(1.0));
         assert!(!p.measures(&tcp) && p.known_cost(&tcp).is_some());
-        for other in [&posix, &like("tcp", 512), &far] {
+        for other in [&posix, &like("tcp", 512), &far, &plain] {
             assert!(p.measures(other) && p.known_cost(other).is_none(), "{other:?}");
         }
     }
@@ -613,7 +587,7 @@ mod tests {
             let span =
                 RegionSpan { addr: backing.addr(), len: 4096, kind: MemKind::Host, backing: Some(backing) };
             let mut p = packer(StagingMode::Auto);
-            p.ring = Some(RingMemory { local: 0, offer: Vec::new(), span });
+            p.ring = Some(RingMemory { local: 0, offer: Vec::new(), span, plain: None });
             if kept {
                 p.keep_ring();
             }

@@ -1,7 +1,7 @@
 //! The copying itself. Everything is checked before the first byte moves.
 
 use super::{host, os_error, to_usize};
-use crate::{FabricError, Piece};
+use crate::{FabricError, Piece, stream};
 
 /// Pieces in one call of `process_vm_readv`: the kernel's `IOV_MAX`.
 const IOV_MAX: usize = 1024;
@@ -117,7 +117,7 @@ impl Copier {
                 // not overlap. The peer may write its bytes meanwhile; they are only moved, never interpreted,
                 // and the hand-off protocol discards what was pushed and then taken back.
                 RemotePlace::Mapped { addr } => unsafe {
-                    std::ptr::copy_nonoverlapping(
+                    stream::copy(
                         std::ptr::with_exposed_provenance::<u8>(addr + src_off),
                         std::ptr::with_exposed_provenance_mut::<u8>(dst),
                         len,
@@ -133,6 +133,8 @@ impl Copier {
                 }
             }
         }
+        // Before anybody is told.
+        stream::fence();
         self.read(pid)?;
         Ok(used_process)
     }

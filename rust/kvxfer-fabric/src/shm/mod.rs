@@ -21,6 +21,7 @@
 //!   the caller's timeout to judge.
 //! * `Broken` says that the other side closed; the process is still watched, so `PeerDied` can follow. After
 //!   `PeerDied` there is no `Broken`.
+//! * From `Connected` on an active endpoint looks at the source's pages ([`warm`]), and the thread stays awake for it.
 //! * Copies are done when [`Fabric::post`] returns, so a flush is answered by the next `progress`.
 
 mod blob;
@@ -33,6 +34,7 @@ mod ptracer;
 mod reader;
 mod sock;
 mod source;
+mod warm;
 mod wire;
 
 pub(crate) use copy::check_bounds;
@@ -51,6 +53,7 @@ use source::{Exports, Note, Source};
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use warm::Warmer;
 use wire::{Entry, Place};
 
 /// Settings of a [`ShmFabric`].
@@ -95,7 +98,7 @@ struct Active {
     attach: Option<Box<Attach>>,
     regions: Vec<RemoteRegion>,
     /// Keeps the peer's memory mapped.
-    _maps: Vec<Mapping>,
+    _maps: Vec<Arc<Mapping>>,
     /// Set once nothing more can be posted.
     broken: Option<FabricError>,
 }
@@ -137,6 +140,7 @@ pub struct ShmFabric {
     buf: Vec<u8>,
     /// Active endpoints that found the source's queue full.
     redial: Vec<u32>,
+    warmer: Warmer,
 }
 
 impl ShmFabric {
@@ -166,6 +170,7 @@ impl ShmFabric {
             notes: Vec::new(),
             buf: reader::packet_buffer(),
             redial: Vec::new(),
+            warmer: Warmer::default(),
         })
     }
 
@@ -191,6 +196,7 @@ impl ShmFabric {
     /// Lets go of everything that an endpoint holds.
     fn close(&mut self, ep: u32) -> bool {
         let Some(end) = self.ends.remove(&ep) else { return false };
+        self.warmer.forget(ep);
         match end {
             End::Active(a) => {
                 for fd in [&a.sock, &a.pidfd].into_iter().flatten() {
@@ -249,7 +255,11 @@ impl ShmFabric {
                 );
                 a.attach = None;
                 a.regions = done.regions;
-                a._maps = done.maps;
+                for (map, fd) in done.maps {
+                    let map = Arc::new(map);
+                    self.warmer.add(ep, Arc::clone(&map), fd);
+                    a._maps.push(map);
+                }
                 self.ready.push_back(Completion::Connected { ep: EpId(ep), info });
             }
             Err(error) => self.connect_failed(ep, error),
@@ -600,7 +610,7 @@ impl Fabric for ShmFabric {
         for subject in events.into_iter().take(n).flatten() {
             self.handle(subject);
         }
-        let moved = n > 0 || !self.ready.is_empty();
+        let moved = n > 0 || !self.ready.is_empty() || self.warmer.step();
         out.extend(self.ready.drain(..));
         moved
     }
@@ -611,7 +621,7 @@ impl Fabric for ShmFabric {
 
     fn arm(&mut self) -> bool {
         // The descriptor is level-triggered: what is not handled yet keeps it readable.
-        self.ready.is_empty()
+        self.ready.is_empty() && self.warmer.is_done()
     }
 
     fn data_syscalls(&self) -> u64 {

@@ -37,6 +37,21 @@ impl Mapping {
     pub(crate) fn addr(&self) -> usize {
         self.addr
     }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Has the system map these pages now, as reading them would; those of them that nobody has written are made.
+    pub(crate) fn populate(&self, offset: u64, len: u64) -> Result<(), rustix::io::Errno> {
+        let range = usize::try_from(offset).ok().zip(usize::try_from(len).ok());
+        let (offset, len) = range
+            .filter(|(offset, len)| offset.checked_add(*len).is_some_and(|end| end <= self.len))
+            .ok_or(rustix::io::Errno::INVAL)?;
+        let addr = std::ptr::with_exposed_provenance_mut(self.addr + offset);
+        // SAFETY: a range of our own live mapping; the advice changes no contents.
+        unsafe { madvise(addr, len, Advice::LinuxPopulateRead) }
+    }
 }
 
 impl Drop for Mapping {

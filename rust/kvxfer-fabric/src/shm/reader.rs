@@ -16,7 +16,8 @@ const PACKETS_A_CALL: usize = 8;
 #[derive(Debug)]
 pub(crate) struct Attached {
     pub(crate) regions: Vec<RemoteRegion>,
-    pub(crate) maps: Vec<Mapping>,
+    /// Each with the descriptor that it is of.
+    pub(crate) maps: Vec<(Mapping, OwnedFd)>,
 }
 
 /// How far an attachment got.
@@ -43,7 +44,7 @@ pub(crate) struct Attach {
     entries: Vec<Entry>,
     /// Bytes of each descriptor that the table reaches.
     needs: Vec<u64>,
-    maps: Vec<Option<Mapping>>,
+    maps: Vec<Option<(Mapping, OwnedFd)>>,
 }
 
 fn bad(why: String) -> FabricError {
@@ -154,7 +155,7 @@ impl Attach {
                     let need = *self.needs.get(self.maps.len()).ok_or_else(|| {
                         bad(format!("more than the {} descriptors announced", self.needs.len()))
                     })?;
-                    self.maps.push(if need == 0 { None } else { Some(map_peer(fd.as_fd(), need)?) });
+                    self.maps.push(if need == 0 { None } else { Some((map_peer(fd.as_fd(), need)?, fd)) });
                 }
                 Ok(self.complete())
             }
@@ -199,7 +200,9 @@ impl Attach {
                 Place::File { fd, offset } => {
                     let map = self.maps.get(to_usize(u64::from(fd), "descriptor")?).and_then(Option::as_ref);
                     match map {
-                        Some(map) => RemotePlace::Mapped { addr: map.addr() + to_usize(offset, "offset")? },
+                        Some((map, _)) => {
+                            RemotePlace::Mapped { addr: map.addr() + to_usize(offset, "offset")? }
+                        }
                         // No byte of this descriptor is in any region, so none can be asked for.
                         None => RemotePlace::Mapped { addr: std::ptr::dangling::<u8>().addr() },
                     }

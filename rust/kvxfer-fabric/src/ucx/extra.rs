@@ -1,8 +1,10 @@
 //! Memory that a fabric gets after it was made, and that peers hear of one by one: staging rings and the buffers behind them.
 
 use super::blob::{self, MemDesc};
-use super::{UcxFabric, UcxPool, register};
-use crate::{EpId, FabricError, MemKind, RegionSpan};
+use super::{Registered, UcxFabric, UcxPool, register};
+use crate::shm::ShmPool;
+use crate::{Backing, EpId, FabricError, MemKind, RegionSpan};
+use std::sync::Arc;
 
 impl UcxFabric {
     /// Allocates registered memory and makes it one more region of ours. Returns its number, which follows those of the
@@ -15,6 +17,30 @@ impl UcxFabric {
             return Err(FabricError::Os { call: "ucp_mem_map", why: "memory of zero bytes".into() });
         }
         let backing = UcxPool::alloc_in(self.worker.context(), bytes)?;
+        self.add_backing(backing, bytes)
+    }
+
+    /// As [`UcxFabric::add_memory`], but of memory that UCX has not allocated, as an engine's is.
+    ///
+    /// # Errors
+    /// As [`UcxFabric::add_memory`].
+    pub fn add_plain_memory(&mut self, bytes: u64) -> Result<(u32, RegionSpan), FabricError> {
+        let (region, span) = self.add_backing(ShmPool::alloc(bytes)?, bytes)?;
+        self.plain.extend(span.backing.clone());
+        Ok((region, span))
+    }
+
+    /// Whether there are regions in memory that UCX has not allocated: to those its shared memory does not reach.
+    #[must_use]
+    pub fn has_plain_memory(&self) -> bool {
+        self.locals.iter().any(|l| l.len > 0 && matches!(self.mems.get(l.mem), Some(Registered::Own(_))))
+    }
+
+    fn add_backing(
+        &mut self,
+        backing: Arc<dyn Backing>,
+        bytes: u64,
+    ) -> Result<(u32, RegionSpan), FabricError> {
         let span =
             RegionSpan { addr: backing.addr(), len: bytes, kind: MemKind::Host, backing: Some(backing) };
         let region = u32::try_from(self.locals.len()).map_err(|_| FabricError::Os {

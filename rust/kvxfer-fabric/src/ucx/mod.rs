@@ -80,6 +80,8 @@ pub struct UcxFabric {
     params: PutParams,
     locals: Vec<Local>,
     mems: Vec<Registered>,
+    /// Memory of ours that is in `mems` as an engine's would be: dropped after it.
+    plain: Vec<Arc<dyn crate::Backing>>,
     /// Index in `mems` of the word that peers write when they connect.
     scratch: usize,
     id: u128,
@@ -136,6 +138,7 @@ impl UcxFabric {
             params: PutParams::new(),
             locals,
             mems,
+            plain: Vec::new(),
             scratch,
             id,
             next_token: 0,

@@ -39,10 +39,14 @@ impl Load {
 /// What a connection's moves take, in nanoseconds: measured when it is made.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Cost {
-    /// A write, and a byte of one.
+    /// A write to pages, without its bytes.
     pub put_ns: f64,
-    /// A byte of a write.
+    /// A byte of a write to pages.
     pub put_byte_ns: f64,
+    /// A write to a slot, without its bytes.
+    pub slot_ns: f64,
+    /// A byte of a write to a slot.
+    pub slot_byte_ns: f64,
     /// A row that is packed, without its bytes.
     pub pack_row_ns: f64,
     /// A byte that is packed.
@@ -76,7 +80,7 @@ impl Cost {
         let slices = load.bytes.div_ceil(slice_bytes.max(1)).max(load.runs.div_ceil(PACKED_PIECES as u64));
         let slices = float(slices.max(1));
         let send =
-            runs * self.pack_row_ns + bytes * (self.pack_byte_ns + self.put_byte_ns) + slices * self.put_ns;
+            runs * self.pack_row_ns + bytes * (self.pack_byte_ns + self.slot_byte_ns) + slices * self.slot_ns;
         let unpack = runs * self.unpack_row_ns + bytes * self.unpack_byte_ns;
         2.0 * self.trip_ns + send + unpack * f64::from(sources.max(1))
     }
@@ -163,13 +167,17 @@ mod tests {
         let dear = Cost {
             put_ns: 2000.0,
             put_byte_ns: 1.0,
+            slot_ns: 2000.0,
+            slot_byte_ns: 1.0,
             pack_row_ns: 10.0,
             pack_byte_ns: 0.1,
             unpack_row_ns: 10.0,
             unpack_byte_ns: 0.1,
             trip_ns: 10_000.0,
         };
-        let cheap = Cost { put_ns: 20.0, put_byte_ns: 0.1, ..dear };
+        let cheap = Cost { put_ns: 20.0, put_byte_ns: 0.1, slot_ns: 20.0, slot_byte_ns: 0.1, ..dear };
+        // Pages that the transports reach by a detour only, and slots that they reach at once.
+        let plain = Cost { put_ns: 200_000.0, put_byte_ns: 25.0, ..cheap };
         let small = Load { bytes: 64 << 20, runs: (64 << 20) / 256 };
         let large = Load { bytes: 64 << 20, runs: 64 };
         let few = Load { bytes: 512, runs: 2 };
@@ -178,5 +186,6 @@ mod tests {
         assert!(!dear.prefers_packed(few, 256 << 10, 2), "asking for slots takes longer than two writes");
         assert!(!cheap.prefers_packed(large, 256 << 10, 2));
         assert!(cheap.direct_ns(small) < dear.direct_ns(small));
+        assert!(plain.prefers_packed(large, 256 << 10, 2) && plain.prefers_packed(small, 256 << 10, 2));
     }
 }

@@ -16,6 +16,15 @@ const PROBE_ROUNDS: u32 = 4;
 const FIRST_PARTS: usize = 16;
 /// Large writes of a probe.
 const PROBE_LARGE: u64 = 4;
+/// What takes longer than this is dear whatever another round of it says.
+const PROBE_SLOW: Duration = Duration::from_millis(20);
+/// The kinds of writes that are measured, in this order: one of a word, a push's runs, large ones to slots, large ones to pages.
+const TRIP: u32 = 0;
+const SMALL: u32 = 1;
+const TO_SLOTS: u32 = 2;
+const TO_PAGES: u32 = 3;
+/// And messages on the control channel.
+const WORDS: u32 = 4;
 /// A measurement that takes longer is given up: pushes go as single writes then.
 pub(super) const PROBE_WAIT: Duration = Duration::from_secs(2);
 
@@ -26,6 +35,8 @@ pub(super) struct Likeness {
     pub(super) near: bool,
     pub(super) run_bytes: u64,
     pub(super) slice_bytes: u64,
+    /// Its pages are memory that UCX has not allocated.
+    pub(super) plain: bool,
 }
 
 /// A measurement under way.
@@ -40,7 +51,8 @@ pub(super) struct Probe {
     started: Instant,
     trip: Duration,
     small: Duration,
-    large: Duration,
+    to_slots: Duration,
+    to_pages: Duration,
     /// Of messages to the peer and back, on the control channel.
     words: Vec<Duration>,
     /// The peer waits for it to be over.
@@ -57,7 +69,8 @@ impl Probe {
             started: Instant::now(),
             trip: Duration::MAX,
             small: Duration::MAX,
-            large: Duration::MAX,
+            to_slots: Duration::MAX,
+            to_pages: Duration::MAX,
             words: Vec::new(),
             answers,
         }
@@ -122,29 +135,32 @@ impl Driver {
         let Endpoint { which, ep, lane: Some(lane), .. } = endpoint else { return false };
         let (which, ep): (Which, EpId) = (*which, *ep);
         let Some(probe) = &mut lane.probe else { return false };
-        let base = u64::from(lane.slots) * lane.slot_bytes;
+        let slots = (lane.region, u64::from(lane.slots) * lane.slot_bytes);
+        let pages = lane.plain.map_or(slots, |region| (region, 0));
         let most = slice.min(lane.slot_bytes);
-        let piece = |src_off, len| Piece {
+        let piece = |src_off, (dst_region, dst_off), len| Piece {
             src_region: buffers,
             src_off,
-            dst_region: lane.region,
-            dst_off: base,
+            dst_region,
+            dst_off,
             len,
         };
+        let large = |to| (0..PROBE_LARGE).map(|n| piece(scratch + n % 2 * slice, to, most)).collect();
         let batch: Vec<Piece> = match probe.step / PROBE_ROUNDS {
-            0 => vec![piece(scratch, 8)],
-            1 => {
+            TRIP => vec![piece(scratch, slots, 8)],
+            SMALL => {
                 // As far apart as their own length: pages hold other heads between.
-                let mut at = base;
+                let (dst_region, mut at) = pages;
                 let place = |p: &Piece| {
                     let dst_off = at;
                     at += 2 * p.len;
-                    Piece { dst_region: lane.region, dst_off, ..*p }
+                    Piece { dst_region, dst_off, ..*p }
                 };
                 probe.pieces.iter().map(place).collect()
             }
-            2 => (0..PROBE_LARGE).map(|n| piece(scratch + n % 2 * slice, most)).collect(),
-            3 => Vec::new(),
+            TO_SLOTS => large(slots),
+            TO_PAGES => large(pages),
+            WORDS => Vec::new(),
             _ => {
                 self.probe_over(now, key);
                 return true;
@@ -180,7 +196,7 @@ impl Driver {
         let probe = self.peers.get(&key).and_then(|io| io.endpoint.as_ref()?.lane.as_ref()?.probe.as_ref());
         let Some(step) = probe.map(|p| p.step / PROBE_ROUNDS) else { return false };
         // The end of a write comes whatever becomes of the session; only a word was lost with it.
-        if step < 3 && self.staging.probes.values().any(|k| *k == key) {
+        if step < WORDS && self.staging.probes.values().any(|k| *k == key) {
             return true;
         }
         self.staging.drop_probe(key);
@@ -200,7 +216,7 @@ impl Driver {
     }
 
     /// What peers this one is like.
-    pub(super) fn likeness(&self, key: PeerKey, slot_bytes: u64) -> Likeness {
+    pub(super) fn likeness(&self, key: PeerKey, slot_bytes: u64, plain: bool) -> Likeness {
         let run_bytes = self.sample_of(key).map_or(0, |c| Load::of(&c).run_bytes());
         let io = self.peers.get(&key);
         Likeness {
@@ -208,6 +224,7 @@ impl Driver {
             near: io.is_some_and(|io| io.near),
             run_bytes,
             slice_bytes: self.staging.slice_bytes.min(slot_bytes),
+            plain,
         }
     }
 
@@ -223,13 +240,16 @@ impl Driver {
             return;
         };
         let took = probe.started.elapsed();
-        match probe.step / PROBE_ROUNDS {
-            0 => probe.trip = probe.trip.min(took),
-            1 => probe.small = probe.small.min(took),
-            2 => probe.large = probe.large.min(took),
+        let kind = probe.step / PROBE_ROUNDS;
+        match kind {
+            TRIP => probe.trip = probe.trip.min(took),
+            SMALL => probe.small = probe.small.min(took),
+            TO_SLOTS => probe.to_slots = probe.to_slots.min(took),
+            TO_PAGES => probe.to_pages = probe.to_pages.min(took),
             _ => probe.words.push(took),
         }
-        probe.step += 1;
+        probe.step =
+            if took > PROBE_SLOW && kind < WORDS { (kind + 1) * PROBE_ROUNDS } else { probe.step + 1 };
         self.probe(now, key);
     }
 
@@ -244,14 +264,20 @@ impl Driver {
         match copies(&self.memory, &probe.pieces, local, slice) {
             Ok((pack, unpack, plain)) if !probe.pieces.is_empty() && probe.bytes > 0 => {
                 let (runs, bytes) = (float(probe.pieces.len() as u64), float(probe.bytes));
-                let put_byte_ns = ns(probe.large.saturating_sub(probe.trip)) / float(most * PROBE_LARGE);
+                let of_large =
+                    |took: Duration| ns(took.saturating_sub(probe.trip)) / float(most * PROBE_LARGE);
+                let put_byte_ns = of_large(probe.to_pages);
                 let byte_ns = ns(plain) / float(slice);
                 let row = |took: Duration, byte_ns: f64| ((ns(took) - bytes * byte_ns) / runs).max(0.0);
                 // Of memory that is in no cache, at either end: a single write has to wait for both.
                 let cold = ns(probe.first.saturating_sub(pack)) / runs;
+                let put_ns = row(probe.small.saturating_sub(probe.trip), put_byte_ns) + 2.0 * cold;
                 let cost = Cost {
-                    put_ns: row(probe.small.saturating_sub(probe.trip), put_byte_ns) + 2.0 * cold,
+                    put_ns,
                     put_byte_ns,
+                    // A write of a word, and the wait for its end, take longer than a write by itself.
+                    slot_ns: put_ns.min(ns(probe.trip)),
+                    slot_byte_ns: of_large(probe.to_slots),
                     pack_row_ns: row(pack, byte_ns) + cold,
                     pack_byte_ns: byte_ns,
                     unpack_row_ns: row(unpack, byte_ns) + cold,
