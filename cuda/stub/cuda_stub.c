@@ -6,6 +6,7 @@
    Tests load this very file (by its path, so that it is the copy that kvxfer loaded) and steer it with the kvxstub_ functions
    at its end. A variant that lacks a call is built with -DcuThatCall=gone. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -37,7 +38,7 @@
 #endif
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
-       INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, CAPTURED = 900 };
+       INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, NOT_SUPPORTED = 801, CAPTURED = 900 };
 
 /* ---- what there is ---- */
 
@@ -388,7 +389,8 @@ int cuCtxPopCurrent_v2(struct context **context) {
         fault("a context is popped where none is");
         LEAVE(INVALID_CONTEXT);
     }
-    *context = stack[--depth];
+    depth--;
+    if (context) *context = stack[depth];
     LEAVE(OK);
 }
 
@@ -616,6 +618,32 @@ int cuMemFreeHost(void *address) {
     LEAVE(here("cuMemFreeHost") ? drop_range((uint64_t)address) : INVALID_CONTEXT);
 }
 
+int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) {
+    ENTER("cuMemHostRegister");
+    (void)address, (void)flags;
+    LEAVE(!here("cuMemHostRegister") ? INVALID_CONTEXT : bytes ? OK : INVALID_VALUE);
+}
+
+int cuMemHostUnregister(void *address) {
+    ENTER("cuMemHostUnregister");
+    (void)address;
+    LEAVE(OK);
+}
+
+/* Virtual memory here has no handle that anybody could ask for. */
+int cuMemRetainAllocationHandle(uint64_t *handle, void *address) {
+    ENTER("cuMemRetainAllocationHandle");
+    (void)handle, (void)address;
+    LEAVE(INVALID_VALUE);
+}
+
+/* Nobody makes virtual memory here: UCX then falls back to plain allocations. */
+int cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int option) {
+    ENTER("cuMemGetAllocationGranularity");
+    (void)bytes, (void)properties, (void)option;
+    LEAVE(NOT_SUPPORTED);
+}
+
 int cuMemGetAddressRange_v2(uint64_t *start, size_t *bytes, uint64_t address) {
     ENTER("cuMemGetAddressRange");
     struct range *r = range_at(address);
@@ -678,6 +706,17 @@ int cuFlushGPUDirectRDMAWrites(int target, int scope) {
     ENTER("cuFlushGPUDirectRDMAWrites");
     if (!here("cuFlushGPUDirectRDMAWrites")) LEAVE(INVALID_CONTEXT);
     LEAVE(target == 0 && (scope == 100 || scope == 200) ? OK : INVALID_VALUE);
+}
+
+/* UCX asks for some calls in this way; those that there are have one version. */
+int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
+    (void)version, (void)flags;
+    char suffixed[128];
+    snprintf(suffixed, sizeof suffixed, "%s_v2", name);
+    *function = dlsym(RTLD_DEFAULT, name);
+    if (!*function) *function = dlsym(RTLD_DEFAULT, suffixed);
+    if (status) *status = *function ? 0 : 1;
+    return *function ? OK : NOT_FOUND;
 }
 
 /* ---- what tests steer ---- */

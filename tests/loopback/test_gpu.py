@@ -13,6 +13,8 @@ from pathlib import Path
 import cuda_stub
 import pytest
 
+from kvxfer._memory import ucx_wheel_dir
+
 CHILD = Path(cuda_stub.__file__).with_name("gpu_child.py")
 
 
@@ -21,10 +23,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cuda_stub.build(tmp_path_factory.mktemp("cuda"))
 
 
-def run(library: Path, case: str) -> str:
+def run(library: Path, *case: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(CHILD), case],
-        env=os.environ | {"KVXFER_CUDA_LIBRARY": str(library)},
+        [sys.executable, str(CHILD), *case],
+        env=os.environ | {"KVXFER_CUDA_LIBRARY": str(library)} | environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -51,6 +53,33 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 def test_gpu_work_and_memory_on_a_stub(library: Path, case: str) -> None:
     print(run(library, case))
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    """The UCX of the wheel, which has CUDA transports; they find the stub by the linker's path."""
+    folder = ucx_wheel_dir()
+    if folder is None:
+        pytest.skip("the libucx wheel is not installed")
+    return folder / "libucp.so.0"
+
+
+@pytest.mark.parametrize(
+    ("case", "defines"),
+    [
+        (["over_ucx", "1"], []),
+        (["over_ucx", "0"], ["-DWRITES_ORDERING=100"]),
+        (["over_ucx", "0"], ["-DRDMA=0"]),
+        (["cannot_flush"], ["-DFLUSH_OPTIONS=2"]),
+    ],
+    ids=["flushed", "ordered", "no-rdma", "cannot-flush"],
+)
+def test_pages_on_a_device_go_over_ucx(
+    tmp_path: Path, wheel: Path, case: list[str], defines: list[str]
+) -> None:
+    library = cuda_stub.build(tmp_path, defines=defines)
+    cuda_stub.build_nvml(tmp_path)
+    run(library, *case, LD_LIBRARY_PATH=str(tmp_path), KVXFER_UCX_LIBRARY=str(wheel))
 
 
 NO_DRIVER = """

@@ -18,8 +18,18 @@ def build(folder: Path, name: str = "libcuda.so.1", defines: Sequence[str] = ())
     """Compiles the stub, with `-DcuThatCall=gone` for calls that it is to lack."""
     library = folder / name
     flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread"]
-    subprocess.run(["cc", *flags, *defines, "-o", str(library), str(SOURCE)], check=True)
+    # UCX's CUDA transports ask the linker for the same library, by this name.
+    flags.append("-Wl,-soname,libcuda.so.1")
+    subprocess.run(["cc", *flags, *defines, "-o", str(library), str(SOURCE), "-ldl"], check=True)
     return library
+
+
+def build_nvml(folder: Path) -> None:
+    """A libnvidia-ml.so.1 that has nothing: UCX's CUDA transports cannot be loaded without one."""
+    library = folder / "libnvidia-ml.so.1"
+    flags = ["-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-x", "c", "-"]
+    code = 'const char *nvmlErrorString(int code) { return code ? "none" : ""; }'
+    subprocess.run(["cc", *flags, "-o", str(library)], input=code, text=True, check=True)
 
 
 class Stub:

@@ -36,6 +36,7 @@ LAYOUT = kx.PageLayout(layers=2, kv_heads=2, head_dim=16, page_tokens=4, dtype="
 ONE = kx.Shard()
 PAGES = 8
 LIMIT = 30.0
+TLS = "tcp,self,cuda_copy"
 
 stub = Stub()
 
@@ -447,6 +448,83 @@ def first_write_after_a_late_event() -> None:
     assert delays[100] < 50_000
     prefill.close()
     decode.close()
+
+
+def device_pages(device: int = 1) -> Any:
+    """Pages in a device's memory: for kvxfer, and as arrays, since the host can read a stub's device."""
+    nbytes = LAYOUT.page_extents(ONE)[0][1] * PAGES
+    places = [stub.alloc(nbytes, DEVICE, device) for _ in range(2 * LAYOUT.layers)]
+    arrays = [np.frombuffer((ctypes.c_uint8 * nbytes).from_address(at), np.uint8) for at in places]
+    given = [kx.DeviceMemory(at, nbytes, device) for at in places]
+    return [(given[0], given[1]), (given[2], given[3])], [a.reshape(PAGES, -1) for a in arrays]
+
+
+def over_ucx() -> None:
+    """Pages on a device at one side or both, which UCX did not see allocated, over its CUDA and TCP."""
+    flushes = int(sys.argv[2])
+    for from_device, to_device in ((True, True), (True, False), (False, True)):
+        before = stub.calls("cuFlushGPUDirectRDMAWrites")
+        sides = []
+        for on_device in (from_device, to_device):
+            if on_device:
+                sides.append(device_pages())
+            else:
+                pool = kx.alloc(LAYOUT, ONE, pages=PAGES)
+                regions = [part for layer in (0, 1) for part in (pool.k(layer), pool.v(layer))]
+                sides.append((pool, [r.reshape(PAGES, -1).view(np.uint8) for r in regions]))
+        (source, read), (target, written) = sides
+        prefill = kx.Agent("prefill", LAYOUT, ONE, memory=source, role="prefill", ucx_tls=TLS)
+        decode = kx.Agent("decode", LAYOUT, ONE, memory=target, role="decode", ucx_tls=TLS)
+        for agent, on_device in ((prefill, from_device), (decode, to_device)):
+            assert agent.fabrics == (("ucx",) if on_device else ("shm", "ucx"))
+        for n, region in enumerate(read):
+            region[3] = n + 1
+        for round_ in range(3):
+            room, stream = kx.new_room(), TorchStream(stub, 1)
+            stub.start(stream.cuda_stream)
+            asks = asked()
+            decode.expect(room, [round_], tokens=4, source=prefill.address)
+            prefill.push(room, [3], tokens=4, event=stream)
+            eventually("it is asked", lambda asks=asks: asked() > asks + 3)
+            assert not written[0][round_].any()
+            stub.finish(stream.cuda_stream)
+            assert decode.wait(room, timeout=LIMIT).state == "Success"
+            assert [set(region[round_].tolist()) for region in written] == [{1}, {2}, {3}, {4}]
+            prefill.wait(room, timeout=LIMIT)
+        flushed = stub.calls("cuFlushGPUDirectRDMAWrites") - before
+        assert flushed == (3 * flushes if to_device else 0), flushed
+        if to_device:
+            raises(
+                kx.NotSupported,
+                "the pages are on device 1",
+                lambda decode=decode, prefill=prefill: decode.expect(
+                    kx.new_room(), [1], tokens=4, source=prefill.address, verify="full"
+                ),
+            )
+        if to_device and flushes:
+            # A flush that fails: the room must not succeed.
+            room = kx.new_room()
+            stub.fail("cuFlushGPUDirectRDMAWrites", 719)
+            decode.expect(room, [5], tokens=4, source=prefill.address)
+            prefill.push(room, [3], tokens=4)
+            failed = "cuFlushGPUDirectRDMAWrites failed: CUDA_ERROR_LAUNCH_FAILED (719)"
+            raises(kx.FabricError, failed, lambda decode=decode, room=room: decode.wait(room, timeout=LIMIT))
+        assert prefill.close() == [] == decode.close()
+        del prefill, decode
+        gc.collect()
+    assert stub.lib.kvxstub_depth() == 0
+
+
+def cannot_flush() -> None:
+    """Where nobody can say when kernels see a card's writes, a sender starts and a receiver does not."""
+    source, _ = device_pages()
+    with kx.Agent("prefill", LAYOUT, ONE, memory=source, role="prefill", ucx_tls=TLS) as prefill:
+        assert prefill.fabrics == ("ucx",)
+    raises(
+        kx.FabricError,
+        "neither orders a network card's writes nor lets the host flush them",
+        lambda: kx.Agent("decode", LAYOUT, ONE, memory=source, role="decode", ucx_tls=TLS),
+    )
 
 
 if __name__ == "__main__":

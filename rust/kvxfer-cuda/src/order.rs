@@ -79,9 +79,7 @@ impl Context {
     /// # Errors
     /// What the driver answers.
     pub fn write_flush(&self) -> Result<WriteFlush, CudaError> {
-        let ask = |which| {
-            unsigned("cuDeviceGetAttribute", self.driver.api.attribute(self.device, which)?)
-        };
+        let ask = |which| unsigned("cuDeviceGetAttribute", self.driver.api.attribute(self.device, which)?);
         if ask(RDMA_SUPPORTED)? == 0 || ask(RDMA_WRITES_ORDERING)? >= ORDERED_FOR_OWNER {
             return Ok(WriteFlush::NotNeeded);
         }

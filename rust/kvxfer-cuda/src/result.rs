@@ -143,11 +143,7 @@ impl Api {
 
     /// # Safety
     /// The stream exists, or is one of the default ones (0, 1, 2), and its context is current.
-    pub(crate) unsafe fn stream_is_capturing(
-        &self,
-        name: &OsStr,
-        stream: Handle,
-    ) -> Result<bool, CudaError> {
+    pub(crate) unsafe fn stream_is_capturing(&self, name: &OsStr, stream: Handle) -> Result<bool, CudaError> {
         let ask = self.is_capturing(name)?;
         let mut status = 0;
         // SAFETY: a valid place to write to; the stream is the caller's.

@@ -21,7 +21,8 @@ impl Steer {
     fn alloc(&self, bytes: usize, memory: c_int, device: c_int) -> u64 {
         // SAFETY: cuda_stub.c declares it so.
         unsafe {
-            let f = self.0.get::<unsafe extern "C" fn(usize, c_int, c_int) -> u64>(b"kvxstub_alloc\0").unwrap();
+            let f =
+                self.0.get::<unsafe extern "C" fn(usize, c_int, c_int) -> u64>(b"kvxstub_alloc\0").unwrap();
             f(bytes, memory, device)
         }
     }
@@ -58,7 +59,11 @@ impl Steer {
     fn calls(&self, call: &str) -> u64 {
         let name = CString::new(call).unwrap();
         // SAFETY: as above.
-        unsafe { self.0.get::<unsafe extern "C" fn(*const c_char) -> u64>(b"kvxstub_calls\0").unwrap()(name.as_ptr()) }
+        unsafe {
+            self.0.get::<unsafe extern "C" fn(*const c_char) -> u64>(b"kvxstub_calls\0").unwrap()(
+                name.as_ptr(),
+            )
+        }
     }
 
     fn depth(&self) -> c_int {
@@ -76,7 +81,9 @@ impl Steer {
         let mut text: *const c_char = std::ptr::null();
         // SAFETY: as above; the text is static and ends in NUL.
         unsafe {
-            self.0.get::<unsafe extern "C" fn(*mut *const c_char) -> u64>(b"kvxstub_faults\0").unwrap()(&raw mut text);
+            self.0.get::<unsafe extern "C" fn(*mut *const c_char) -> u64>(b"kvxstub_faults\0").unwrap()(
+                &raw mut text,
+            );
             CStr::from_ptr(text).to_str().unwrap().to_owned()
         }
     }
@@ -105,7 +112,8 @@ fn whole_driver() {
     run("case_ordered", &stub("ordered.so", &["-DWRITES_ORDERING=100"]));
     run("case_ordered", &stub("no-rdma.so", &["-DRDMA=0"]));
     run("case_no_flush", &stub("no-flush.so", &["-DFLUSH_OPTIONS=2"]));
-    let lacking = ["cuPointerGetAttributes", "cuStreamIsCapturing", "cuFlushGPUDirectRDMAWrites", "cuCtxGetDevice"];
+    let lacking =
+        ["cuPointerGetAttributes", "cuStreamIsCapturing", "cuFlushGPUDirectRDMAWrites", "cuCtxGetDevice"];
     let gone: Vec<String> = lacking.iter().map(|call| format!("-D{call}=gone_{call}")).collect();
     run("case_lacking_calls", &stub("lacking.so", &gone.iter().map(String::as_str).collect::<Vec<_>>()));
     run("case_no_query", &stub("no-query.so", &["-DcuEventQuery=gone"]));
@@ -266,7 +274,10 @@ fn case_failing_calls() {
     for (name, call) in cases {
         steer.fail(name, 719);
         let error = call().expect_err(name);
-        assert!(matches!(&error, CudaError::Driver { call, code: 719, .. } if *call == name), "{name}: {error}");
+        assert!(
+            matches!(&error, CudaError::Driver { call, code: 719, .. } if *call == name),
+            "{name}: {error}"
+        );
         assert_eq!(call(), Ok(()), "{name}: once only");
         assert_eq!(steer.depth(), 0, "{name} left a context");
     }

@@ -55,9 +55,7 @@ impl Carriers {
             FabricChoice::Shm => None,
             FabricChoice::Ucx => Some(UcxFabric::new(&config.regions, &options).map_err(fail)?),
             // Nothing else carries such memory.
-            FabricChoice::Auto if on_device => {
-                Some(UcxFabric::new(&config.regions, &options).map_err(fail)?)
-            }
+            FabricChoice::Auto if on_device => Some(UcxFabric::new(&config.regions, &options).map_err(fail)?),
             // Near peers need no UCX: where it cannot be had, far ones are refused with the reason.
             FabricChoice::Auto => UcxFabric::new(&config.regions, &options)
                 .inspect_err(|e| tracing::info!(error = %e, "no ucx: peers on other hosts cannot be reached"))

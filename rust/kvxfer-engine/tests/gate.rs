@@ -30,7 +30,10 @@ impl ReadySignal for Flag {
     fn is_ready(&self) -> Result<bool, FabricError> {
         self.asked.fetch_add(1, Ordering::SeqCst);
         if self.lost.load(Ordering::SeqCst) {
-            return Err(FabricError::Os { call: "cuEventQuery", why: "CUDA_ERROR_LAUNCH_FAILED (719)".to_owned() });
+            return Err(FabricError::Os {
+                call: "cuEventQuery",
+                why: "CUDA_ERROR_LAUNCH_FAILED (719)".to_owned(),
+            });
         }
         Ok(self.set.load(Ordering::SeqCst))
     }
@@ -147,7 +150,11 @@ fn an_event_that_fails_fails_its_room_on_both_sides_with_the_drivers_words_and_n
     for side in [&mut p, &mut d] {
         let reason = side.fails(1);
         assert_eq!(reason.kind, ReasonKind::FabricError);
-        assert!(reason.text.contains("cuEventQuery failed: CUDA_ERROR_LAUNCH_FAILED (719)"), "{}", reason.text);
+        assert!(
+            reason.text.contains("cuEventQuery failed: CUDA_ERROR_LAUNCH_FAILED (719)"),
+            "{}",
+            reason.text
+        );
     }
     good.set.store(true, Ordering::SeqCst);
     d.succeeds(2);

@@ -40,7 +40,9 @@ impl AgentDevice {
         if let Some(other) = devices.find(|n| *n != device) {
             return Err(FabricError::Unavailable {
                 fabric: "cuda",
-                why: format!("memory of devices {device} and {other}: an agent has pages on one device, make one for each"),
+                why: format!(
+                    "memory of devices {device} and {other}: an agent has pages on one device, make one for each"
+                ),
             });
         }
         let context = Driver::load().and_then(|d| Context::primary(d, device)).map_err(error)?;
@@ -126,9 +128,7 @@ impl Devices {
             // SAFETY: the caller's promise, see above.
             Work::Event(event) => CudaSignal::Foreign(unsafe { ForeignEvent::new(context, event) }),
             // SAFETY: as above.
-            Work::Stream(stream) => {
-                CudaSignal::Own(unsafe { context.record(stream) }.map_err(error)?)
-            }
+            Work::Stream(stream) => CudaSignal::Own(unsafe { context.record(stream) }.map_err(error)?),
         };
         Ok(if signal.is_ready()? { None } else { Some(signal) })
     }
@@ -175,8 +175,16 @@ mod tests {
 
     #[test]
     fn errors_keep_the_drivers_words() {
-        let e = error(CudaError::Driver { call: "cuEventQuery", code: 719, name: "CUDA_ERROR_LAUNCH_FAILED".into() });
+        let e = error(CudaError::Driver {
+            call: "cuEventQuery",
+            code: 719,
+            name: "CUDA_ERROR_LAUNCH_FAILED".into(),
+        });
         assert_eq!(e.to_string(), "cuEventQuery failed: CUDA_ERROR_LAUNCH_FAILED (719)");
-        assert!(error(CudaError::Capturing).to_string().starts_with("cuEventRecord failed: the stream is being captured"));
+        assert!(
+            error(CudaError::Capturing)
+                .to_string()
+                .starts_with("cuEventRecord failed: the stream is being captured")
+        );
     }
 }

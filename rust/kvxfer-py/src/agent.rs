@@ -249,7 +249,9 @@ impl Agent {
         if let (Some(device), true) = (self.device, verify != Verify::Off) {
             return Err(errors::unsupported(
                 py,
-                format!("verify: the pages are on device {device}, and sums of a device's memory are not built yet"),
+                format!(
+                    "verify: the pages are on device {device}, and sums of a device's memory are not built yet"
+                ),
             ));
         }
         let PageLists { lists, odd_page } = page_lists(pages, self.groups)?;

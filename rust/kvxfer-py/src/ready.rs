@@ -70,7 +70,10 @@ fn look(event: &Bound<'_, PyAny>) -> PyResult<Found> {
     if event.hasattr("__cuda_stream__")? {
         let (version, raw): (u64, u64) = event.call_method0("__cuda_stream__")?.extract()?;
         if version != 0 {
-            return Err(errors::unsupported(py, format!("event: version {version} of __cuda_stream__ is not known")));
+            return Err(errors::unsupported(
+                py,
+                format!("event: version {version} of __cuda_stream__ is not known"),
+            ));
         }
         return Ok(Found { work: Work::Stream(raw), device: None });
     }

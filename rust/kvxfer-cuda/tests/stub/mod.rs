@@ -9,7 +9,10 @@ use std::process::Command;
 pub(crate) const ENV_LOG: &str = "KVXFER_STUB_LOG";
 
 /// Builds the stub with these macros.
-#[allow(dead_code, reason = "each file of tests has its own copy of this module, and some want the other stub")]
+#[allow(
+    dead_code,
+    reason = "each file of tests has its own copy of this module, and some want the other stub"
+)]
 pub(crate) fn compile(dir: &Path, name: &str, defines: &[&str]) -> PathBuf {
     build("tests/stub/driver.c", dir, name, defines)
 }
