@@ -178,8 +178,8 @@ fn more_events_than_are_asked_in_a_turn_all_come_through() {
     let (mut p, mut d) = (shm("p"), shm("d"));
     let flags: Vec<_> = (0..200).map(|_| Arc::new(Flag::default())).collect();
     let parts = |n: usize| u64::try_from(n).unwrap();
-    d.agent.expect(expect(1, &(0..50).collect::<Vec<_>>(), 0, 600, p.agent.address())).unwrap();
     let pages: Vec<u32> = (0..50).collect();
+    d.agent.expect(expect(1, &pages, 0, 600, p.agent.address())).unwrap();
     for (n, flag) in flags.iter().enumerate() {
         let start = 3 * parts(n);
         let order = push(1, &pages[start as usize / 16..], start, 3);
