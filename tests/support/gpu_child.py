@@ -445,7 +445,7 @@ def first_write_after_a_late_event() -> None:
     median, p90, p99 = (delays[n] for n in (100, 180, 198))
     print(f"first byte after the event's end: median {median} us, p90 {p90} us, p99 {p99} us")
     # The aim is 200 us on a quiet machine.
-    assert delays[100] < 50_000
+    assert delays[100] < 200_000
     prefill.close()
     decode.close()
 
