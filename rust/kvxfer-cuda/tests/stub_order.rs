@@ -89,6 +89,8 @@ impl Steer {
     }
 }
 
+type Call<'a> = &'a dyn Fn() -> Result<(), CudaError>;
+
 fn context(ordinal: u32) -> Arc<Context> {
     Context::primary(Driver::load().unwrap(), ordinal).unwrap()
 }
@@ -258,7 +260,7 @@ fn case_failing_calls() {
     let stream = steer.make("stream", 0);
     // SAFETY: as above.
     let record = || unsafe { context.record(stream) }.map(drop);
-    let cases: [(&str, &dyn Fn() -> Result<(), CudaError>); 11] = [
+    let cases: [(&str, Call<'_>); 11] = [
         ("cuPointerGetAttributes", &|| driver.memory_at(4096).map(drop)),
         ("cuCtxGetDevice", &|| driver.current_device().map(drop)),
         ("cuEventQuery", &|| event.is_done().map(drop)),
