@@ -15,6 +15,7 @@ import os
 
 from kvxfer import _kvxfer, errors, plan
 from kvxfer._agent import Agent
+from kvxfer._device import DeviceMemory
 from kvxfer._kvxfer import (
     Event,
     PageLayout,
@@ -66,6 +67,7 @@ __all__ = [
     "BadArgument",
     "Cancelled",
     "ChecksumMismatch",
+    "DeviceMemory",
     "Event",
     "FabricError",
     "Forked",

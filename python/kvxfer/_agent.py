@@ -37,8 +37,10 @@ class Agent(_kvxfer.Agent):
     * `memory` is a `Pool`, or tensors for each layer that the rank holds: a list in the order of layers or
       a dict by layer; with a list of layouts a list of those, one a group, or a dict by `(group, layer)`. An
       entry is a pair `(k, v)` for `kind="kv"`, else one tensor. A tensor is a C-contiguous numpy array, a
-      torch CPU tensor, anything with `__dlpack__` or a writable buffer, or a raw pair `(address, nbytes)`,
-      whose owner is the caller's to keep. Its dtype and shape do not matter, its bytes are taken to be pages
+      torch tensor, anything with `__dlpack__`, `__cuda_array_interface__` or a writable buffer, or a raw pair
+      `(address, nbytes)` of the host's memory or a `DeviceMemory`, whose owner is the caller's to keep.
+      Memory of a GPU is asked of the CUDA driver, must be of one device, and goes over UCX; docs/gpu.md says
+      what does not work there yet. Its dtype and shape do not matter, its bytes are taken to be pages
       in the layout's order; all regions of a group have the same number of pages. What owns the memory is
       kept alive until the agent is closed.
     * `listen` is `"host:port"`; port 0 lets the system choose, see `address`. An address that is not loopback
@@ -72,8 +74,9 @@ class Agent(_kvxfer.Agent):
 
     `_flaw` breaks a rule on purpose, for `kvxfer stress --break`: never set it where bytes matter.
 
-    Raises `BadArgument` (also for memory that does not fit the layout), `NotSupported` (memory of a GPU),
-    `ListenError`, `AuthError`, `FabricError`, and TypeError for a `memory` of another type.
+    Raises `BadArgument` (also for memory that does not fit the layout), `NotSupported` (memory of a GPU that
+    cannot be exported, or that is not CUDA's), `ListenError`, `AuthError`, `FabricError`, and TypeError for
+    a `memory` of another type.
 
     Used as a context manager it closes itself; dropped unclosed, or at the interpreter's exit, too, after
     half a second at most.
@@ -130,7 +133,7 @@ class Agent(_kvxfer.Agent):
     ) -> Agent:
         if not isinstance(layout, PageLayout):
             layout = groups_of(layout)
-        regions, pages, owner = prepare(memory, layout, shard, read_only=role == "prefill")
+        regions, pages, owner, devices = prepare(memory, layout, shard, read_only=role == "prefill")
         if isinstance(memory, Pool) and memory.fabric == "ucx":
             # UCX registers memory per choice of transports: to another one the pool is foreign, and slow.
             if ucx_tls is None:
@@ -173,6 +176,7 @@ class Agent(_kvxfer.Agent):
             staging=staging,
             staging_slots=staging_slots,
             staging_slot_bytes=staging_slot_bytes,
+            devices=devices,
             flaw=_flaw,
         )
         self._loops = {}

@@ -329,6 +329,9 @@ def _doctor_host() -> dict[str, Any]:
 def _doctor_gpus() -> dict[str, Any]:
     """The GPUs."""
 
+def _memory_at(address: int) -> dict[str, Any]:
+    """What memory an address names, by the CUDA driver's word."""
+
 @final
 class _UcxProbeTarget:
     """The receiver of a probe of one UCX transport."""
@@ -387,6 +390,7 @@ class Agent:
         staging: str = "auto",
         staging_slots: int = 32,
         staging_slot_bytes: int = 262144,
+        devices: Sequence[int | None] | None = None,
         flaw: str | None = None,
     ) -> Self: ...
     @property

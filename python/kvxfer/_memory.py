@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kvxfer import _device
+from kvxfer._device import DeviceMemory
 from kvxfer._kvxfer import Allocation, PageLayout, Shard, Span
 from kvxfer.errors import BadArgument, NotSupported
 
@@ -271,6 +274,8 @@ class Region(NamedTuple):
     address: int
     nbytes: int
     allocation: Allocation | None
+    # The GPU that it is on, if it is.
+    device: int | None = None
 
 
 class Prepared(NamedTuple):
@@ -279,6 +284,8 @@ class Prepared(NamedTuple):
     regions: list[tuple[int, int, Allocation | None]]
     pages: list[int]
     owner: object
+    # One a region, or None if all of them are on the host.
+    devices: list[int | None] | None = None
 
 
 def prepare(memory: object, layout: Layouts, shard: Shard, *, read_only: bool) -> Prepared:
@@ -329,7 +336,13 @@ def prepare(memory: object, layout: Layouts, shard: Shard, *, read_only: bool) -
             )
         pages.append(first[1])
     _refuse_overlap(regions, names)
-    return Prepared([(r.address, r.nbytes, r.allocation) for r in regions], pages, owners)
+    devices = [r.device for r in regions]
+    return Prepared(
+        [(r.address, r.nbytes, r.allocation) for r in regions],
+        pages,
+        owners,
+        devices if any(n is not None for n in devices) else None,
+    )
 
 
 def _entries(
@@ -444,11 +457,15 @@ def _region(tensor: Any, name: str, owners: list[object], stride: int, *, read_o
         if not 0 < address < 2**64 or not 0 <= nbytes <= 2**64 - address:
             raise BadArgument(f"{name}: address {address} and {nbytes} bytes are no memory")
         return Region(address, nbytes, None)
+    if isinstance(tensor, DeviceMemory):
+        return _on_device(tensor.address, tensor.nbytes, name, tensor.device)
     if isinstance(tensor, np.ndarray):
         return _array(tensor, name, owners, stride, read_only=read_only)
     if all(hasattr(tensor, a) for a in ("data_ptr", "numel", "element_size", "is_contiguous")):
         device = getattr(tensor, "device", "cpu")
-        _need_host(getattr(device, "type", str(device)), name)
+        kind = getattr(device, "type", str(device))
+        if kind != "cuda":
+            _need_host(kind, name)
         size = tensor.element_size()
         span: int | None = tensor.numel() * size
         if not tensor.is_contiguous():
@@ -456,9 +473,23 @@ def _region(tensor: Any, name: str, owners: list[object], stride: int, *, read_o
         if span is None:
             raise BadArgument(f"{name} is not contiguous: a region is one piece of memory")
         owners.append(tensor)
+        if kind == "cuda":
+            return _on_device(tensor.data_ptr(), span, name, getattr(device, "index", None))
         return Region(tensor.data_ptr(), span, None)
+    if hasattr(tensor, "__cuda_array_interface__"):
+        address, shape, steps, size, frozen = _device.cuda_array(tensor.__cuda_array_interface__, name)
+        if frozen and not read_only:
+            raise BadArgument(
+                f"{name} is read-only, but the agent may receive into it; role='prefill' only sends"
+            )
+        owners.append(tensor)
+        return _on_device(address, _extent(shape, steps, size, name, stride), name, None)
     if hasattr(tensor, "__dlpack__") and hasattr(tensor, "__dlpack_device__"):
-        kind = int(tensor.__dlpack_device__()[0])
+        kind, number = (int(n) for n in tensor.__dlpack_device__())
+        if kind in _device.DLPACK_CUDA:
+            address, shape, steps, size, capsule = _device.dlpack(tensor, name)
+            owners += [tensor, capsule]
+            return _on_device(address, _extent(shape, steps, size, name, stride), name, number)
         _need_host(_DLPACK_HOST.get(kind, f"DLPack device type {kind}"), name)
         try:
             array: Array = np.from_dlpack(tensor)
@@ -470,18 +501,36 @@ def _region(tensor: Any, name: str, owners: list[object], stride: int, *, read_o
         # say.
         owners.append(tensor)
         return _array(array, name, owners, stride, read_only=True)
-    if hasattr(tensor, "__cuda_array_interface__"):
-        _need_host("cuda", name)
     try:
         view = memoryview(tensor)
     except TypeError:
         raise TypeError(
-            f"{name} is a {type(tensor).__name__}; memory is numpy arrays, torch CPU tensors, anything with"
-            " __dlpack__ or a buffer, or pairs (address, nbytes)"
+            f"{name} is a {type(tensor).__name__}; memory is numpy arrays, torch tensors, anything with"
+            " __dlpack__, __cuda_array_interface__ or a buffer, DeviceMemory, or pairs (address, nbytes)"
         ) from None
     if not view.c_contiguous:
         raise BadArgument(f"{name} is not contiguous: a region is one piece of memory")
     return _array(np.frombuffer(view, dtype=np.uint8), name, owners, stride, read_only=read_only)
+
+
+def _extent(shape: tuple[int, ...], steps: list[int] | None, size: int, name: str, stride: int) -> int:
+    """The bytes of a tensor of a GPU, from its first to its last."""
+    whole = [size]
+    for n in reversed(shape[1:]):
+        whole.insert(0, n * whole[0])
+    if steps is None or all(n == 1 or a == b for n, a, b in zip(shape, steps, whole, strict=False)):
+        return math.prod(shape) * size
+    span = _span(shape, steps, size, stride)
+    if span is None:
+        raise BadArgument(
+            f"{name} is not contiguous (shape {shape}, strides {tuple(steps)}):"
+            " a region is one piece of memory"
+        )
+    return span
+
+
+def _on_device(address: int, nbytes: int, name: str, device: int | None) -> Region:
+    return Region(address, nbytes, None, _device.check(address, nbytes, name, device))
 
 
 def _array(array: Array, name: str, owners: list[object], stride: int, *, read_only: bool) -> Region:
@@ -511,9 +560,7 @@ def _allocation(array: Array) -> Allocation | None:
 
 def _need_host(device: str, name: str) -> None:
     if device not in ("cpu", *_DLPACK_HOST.values()):
-        raise NotSupported(
-            f"{name} is on {device}: memory of a GPU is not supported yet; give tensors on the CPU"
-        )
+        raise NotSupported(f"{name} is on {device}: only memory of the CPU and of CUDA devices is supported")
 
 
 def _refuse_overlap(regions: list[Region], names: list[str]) -> None:

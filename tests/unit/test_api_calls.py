@@ -104,7 +104,8 @@ BAD_PUSH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"meta": b"x" * 65_537}, kx.BadArgument, "65537 bytes"),
     ({"meta": b"x", "last": False}, kx.BadArgument, "last"),
     ({"meta": "text"}, TypeError, "'str' object"),
-    ({"event": object()}, kx.NotSupported, "event"),
+    ({"event": object()}, TypeError, "event is a stream or an event of torch or cupy"),
+    ({"event": 0}, kx.BadArgument, "is no CUevent"),
 ]
 BAD_EXPECT: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"source": ""}, kx.BadArgument, "empty"),

@@ -277,12 +277,19 @@ def test_wrong_memory_is_refused_with_the_numbers(memory: object, text: str) -> 
         kx.Agent("bad", layout(), ONE, memory=memory)
 
 
-@pytest.mark.parametrize(
-    "gpu", [Torch(tensor(), "cuda"), DLPack(tensor(), 2), SimpleNamespace(__cuda_array_interface__={})]
-)
-def test_memory_of_a_gpu_is_not_supported_yet(gpu: object) -> None:
+@pytest.mark.parametrize("gpu", [Torch(tensor(), "xpu"), DLPack(tensor(), 10), DLPack(tensor(), 8)])
+def test_memory_of_other_devices_is_not_supported(gpu: object) -> None:
     with pytest.raises(kx.NotSupported, match="k of group 0 layer 0 is on"):
         kx.Agent("gpu", layout(), ONE, memory=replaced(0, 0, gpu))
+
+
+@pytest.mark.parametrize(
+    "interface", [{}, {"data": 5}, {"data": (4096, False), "shape": (3,), "typestr": "?"}]
+)
+def test_a_cuda_array_interface_that_cannot_be_used(interface: object) -> None:
+    array = SimpleNamespace(__cuda_array_interface__=interface)
+    with pytest.raises(kx.BadArgument, match="k of group 0 layer 0: its __cuda_array_interface__"):
+        kx.Agent("gpu", layout(), ONE, memory=replaced(0, 0, array))
 
 
 @pytest.mark.parametrize("memory", [None, 5, "memory", {1, 2}])

@@ -23,8 +23,10 @@ const MAX_BLOCKS: u32 = i32::MAX as u32;
 
 /// A device's primary context: the one that PyTorch and the CUDA runtime use in this process.
 pub struct Context {
-    calls: Calls,
-    device: RawDevice,
+    pub(crate) driver: &'static Driver,
+    pub(crate) calls: Calls,
+    pub(crate) ordinal: u32,
+    pub(crate) device: RawDevice,
     raw: Handle,
 }
 
@@ -43,10 +45,16 @@ impl Context {
         let calls = Calls { api: &driver.api, launch: driver.api.launch_api(&driver.library)? };
         let device = driver.raw_device(ordinal)?;
         let raw = calls.retain(device)?;
-        Ok(Arc::new(Self { calls, device, raw }))
+        Ok(Arc::new(Self { driver, calls, ordinal, device, raw }))
     }
 
-    fn enter(&self) -> Result<Entered<'_>, CudaError> {
+    /// Number of its device in this process.
+    #[must_use]
+    pub fn ordinal(&self) -> u32 {
+        self.ordinal
+    }
+
+    pub(crate) fn enter(&self) -> Result<Entered<'_>, CudaError> {
         // SAFETY: retained for as long as `self` lives.
         unsafe { self.calls.push(self.raw) }?;
         Ok(Entered(&self.calls))
@@ -62,7 +70,7 @@ impl Drop for Context {
 }
 
 /// The context is current until this is dropped.
-struct Entered<'a>(&'a Calls);
+pub(crate) struct Entered<'a>(pub(crate) &'a Calls);
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
@@ -123,8 +131,8 @@ impl Drop for Stream {
 /// A point in a [`Stream`].
 #[derive(Debug)]
 pub struct Event {
-    context: Arc<Context>,
-    raw: Handle,
+    pub(crate) context: Arc<Context>,
+    pub(crate) raw: Handle,
 }
 
 impl Event {

@@ -1,15 +1,19 @@
 //! The few CUDA driver calls that kvxfer needs, from a `libcuda.so.1` that is opened at run time.
 //!
-//! Three layers: `sys` finds the functions, `result` turns codes into [`CudaError`], and this module and `kernels` are
-//! the safe one. A host without a driver, with an old one or with a broken one gives a typed error, never a panic and never a
+//! Three layers: `sys` finds the functions, `result` turns codes into [`CudaError`], and this module, `memory`, `order` and
+//! `kernels` are the safe one. A host without a driver, with an old one or with a broken one gives a typed error, never a panic and never a
 //! failed start.
 #![deny(unsafe_op_in_unsafe_fn)]
 
 mod kernels;
+mod memory;
+mod order;
 mod result;
 mod sys;
 
 pub use kernels::{Context, CopyTable, Event, LaunchShape, PTX_CUDA, PackKernels, Stream, THREADS};
+pub use memory::{Memory, MemoryKind};
+pub use order::{CurrentContext, ForeignEvent, WriteFlush};
 
 use std::ffi::{OsStr, OsString, c_int};
 use std::path::PathBuf;
@@ -67,6 +71,12 @@ pub enum CudaError {
         /// What it takes.
         needs: (u32, u32),
     },
+    /// The stream cannot be waited for now.
+    #[error(
+        "the stream is being captured into a CUDA graph, and an event that is recorded on it now would belong to the graph: \
+         give an event that the graph records, or call outside the capture"
+    )]
+    Capturing,
     /// The driver's answer makes no sense.
     #[error("{call} answered {value}, which cannot be")]
     BadAnswer {

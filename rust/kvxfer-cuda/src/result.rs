@@ -2,7 +2,7 @@
 
 use crate::CudaError;
 use crate::sys::{Api, Code, Handle, LaunchApi, RawDevice};
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void};
 
 /// `CUDA_SUCCESS`.
 const SUCCESS: Code = 0;
@@ -14,6 +14,20 @@ const NON_BLOCKING: c_uint = 1;
 const DISABLE_TIMING: c_uint = 2;
 /// Longest device name that is asked for; the driver cuts longer ones.
 const NAME_BYTES: usize = 256;
+
+/// `CUDA_ERROR_INVALID_CONTEXT`: also the answer to who asks for a context where none is current.
+const INVALID_CONTEXT: Code = 201;
+/// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX`.
+const FLUSH_CURRENT_CONTEXT: c_int = 0;
+/// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER`.
+const FLUSH_TO_OWNER: c_int = 100;
+
+/// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED`.
+pub(crate) const RDMA_SUPPORTED: c_int = 116;
+/// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS`.
+pub(crate) const RDMA_FLUSH_OPTIONS: c_int = 117;
+/// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING`.
+pub(crate) const RDMA_WRITES_ORDERING: c_int = 118;
 
 /// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`.
 pub(crate) const CAPABILITY_MAJOR: c_int = 75;
@@ -90,6 +104,58 @@ impl Api {
         let code = unsafe { (self.device_attribute)(&raw mut value, attribute, device) };
         self.check("cuDeviceGetAttribute", code)?;
         Ok(value)
+    }
+}
+
+/// The widest value that an attribute of a pointer has: 16 bytes. The driver writes as many as cuda.h says, 1 to 16.
+pub(crate) type PointerValue = [u64; 2];
+
+impl Api {
+    /// Attributes of what a pointer names, each in the first bytes of its value, the others zero. A pointer that CUDA does not
+    /// know is no error.
+    pub(crate) fn pointer_values<const N: usize>(
+        &self,
+        name: &OsStr,
+        which: [c_int; N],
+        pointer: u64,
+    ) -> Result<[PointerValue; N], CudaError> {
+        let ask = self.pointer_attributes(name)?;
+        let count = c_uint::try_from(N).unwrap_or(c_uint::MAX);
+        let mut values = [PointerValue::default(); N];
+        let mut places = values.each_mut().map(|value| std::ptr::from_mut(value).cast::<c_void>());
+        // SAFETY: `count` attributes, and as many places, each of 16 bytes and so aligned, which no attribute passes. The
+        // pointer is only a number to the driver: it may name anything.
+        let code = unsafe { ask(count, which.as_ptr(), places.as_mut_ptr(), pointer) };
+        self.check("cuPointerGetAttributes", code)?;
+        Ok(values)
+    }
+
+    /// The device of the calling thread's current context, if it has one.
+    pub(crate) fn current_device(&self, name: &OsStr) -> Result<Option<RawDevice>, CudaError> {
+        let ask = self.context_device(name)?;
+        let mut device = 0;
+        // SAFETY: a valid place to write to.
+        match unsafe { ask(&raw mut device) } {
+            INVALID_CONTEXT => Ok(None),
+            code => self.check("cuCtxGetDevice", code).map(|()| Some(device)),
+        }
+    }
+
+    /// # Safety
+    /// The stream exists, or is one of the default ones (0, 1, 2), and its context is current.
+    pub(crate) unsafe fn stream_is_capturing(&self, name: &OsStr, stream: Handle) -> Result<bool, CudaError> {
+        let ask = self.is_capturing(name)?;
+        let mut status = 0;
+        // SAFETY: a valid place to write to; the stream is the caller's.
+        self.check("cuStreamIsCapturing", unsafe { ask(stream, &raw mut status) })?;
+        Ok(status != 0)
+    }
+
+    /// Waits until the device of the current context sees what was written to its memory over PCIe.
+    pub(crate) fn flush_rdma_writes(&self, name: &OsStr) -> Result<(), CudaError> {
+        let flush = self.flush_writes(name)?;
+        // SAFETY: two constants of cuda.h; without a current context the driver answers with an error.
+        self.check("cuFlushGPUDirectRDMAWrites", unsafe { flush(FLUSH_CURRENT_CONTEXT, FLUSH_TO_OWNER) })
     }
 }
 

@@ -59,6 +59,12 @@ type LaunchKernel = unsafe extern "C" fn(
     extra: *mut *mut c_void,
 ) -> Code;
 
+type PointerAttributes =
+    unsafe extern "C" fn(count: c_uint, which: *const c_int, values: *mut *mut c_void, pointer: u64) -> Code;
+type ContextDevice = unsafe extern "C" fn(device: *mut RawDevice) -> Code;
+type IsCapturing = unsafe extern "C" fn(stream: Handle, status: *mut c_int) -> Code;
+type FlushWrites = unsafe extern "C" fn(target: c_int, scope: c_int) -> Code;
+
 /// What launching takes. Looked up only for that, so that a driver that lacks one of them can still be asked for its
 /// devices.
 #[derive(Clone, Copy)]
@@ -143,6 +149,32 @@ impl Api {
             event_query: find!(library, name, "cuEventQuery" as OnHandle),
             launch: find!(library, name, "cuLaunchKernel" as LaunchKernel),
         })
+    }
+}
+
+impl Api {
+    /// Asks what memory a pointer names; `name` is what was opened.
+    pub(crate) fn pointer_attributes(&self, name: &OsStr) -> Result<PointerAttributes, CudaError> {
+        let library = &self.library;
+        Ok(find!(library, name, "cuPointerGetAttributes" as PointerAttributes))
+    }
+
+    /// Asks for the device of the current context.
+    pub(crate) fn context_device(&self, name: &OsStr) -> Result<ContextDevice, CudaError> {
+        let library = &self.library;
+        Ok(find!(library, name, "cuCtxGetDevice" as ContextDevice))
+    }
+
+    /// Asks whether a stream is being captured into a graph.
+    pub(crate) fn is_capturing(&self, name: &OsStr) -> Result<IsCapturing, CudaError> {
+        let library = &self.library;
+        Ok(find!(library, name, "cuStreamIsCapturing" as IsCapturing))
+    }
+
+    /// Waits until what a network card wrote into the device's memory is visible to it.
+    pub(crate) fn flush_writes(&self, name: &OsStr) -> Result<FlushWrites, CudaError> {
+        let library = &self.library;
+        Ok(find!(library, name, "cuFlushGPUDirectRDMAWrites" as FlushWrites))
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::config::{AgentConfig, FabricChoice, StartError};
 use kvxfer_fabric::shm::{ShmFabric, ShmOptions};
 use kvxfer_fabric::ucx::{UcxFabric, UcxOptions};
-use kvxfer_fabric::{Completion, EndRole, EpId, Fabric, FabricError, Piece, RegionSpan};
+use kvxfer_fabric::{Completion, EndRole, EpId, Fabric, FabricError, MemKind, Piece, RegionSpan};
 use kvxfer_proto::msg::FabricOffer;
 use kvxfer_proto::node::{Direction, Mover, PeerKey};
 use rustix::fd::BorrowedFd;
@@ -41,8 +41,11 @@ macro_rules! with_fabric {
 impl Carriers {
     pub(crate) fn new(config: &AgentConfig) -> Result<Self, StartError> {
         let fail = |e: FabricError| StartError::Fabric(e.to_string());
+        let on_device = config.regions.iter().any(|r| matches!(r.kind, MemKind::Device(_)));
         let shm = match config.fabric {
             FabricChoice::Ucx => None,
+            // It carries host memory only.
+            FabricChoice::Auto if on_device => None,
             FabricChoice::Shm | FabricChoice::Auto => {
                 Some(ShmFabric::new(config.regions.clone(), ShmOptions::default()).map_err(fail)?)
             }
@@ -51,6 +54,8 @@ impl Carriers {
         let ucx = match config.fabric {
             FabricChoice::Shm => None,
             FabricChoice::Ucx => Some(UcxFabric::new(&config.regions, &options).map_err(fail)?),
+            // Nothing else carries such memory.
+            FabricChoice::Auto if on_device => Some(UcxFabric::new(&config.regions, &options).map_err(fail)?),
             // Near peers need no UCX: where it cannot be had, far ones are refused with the reason.
             FabricChoice::Auto => UcxFabric::new(&config.regions, &options)
                 .inspect_err(|e| tracing::info!(error = %e, "no ucx: peers on other hosts cannot be reached"))

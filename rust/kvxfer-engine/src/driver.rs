@@ -2,6 +2,7 @@
 
 mod directory;
 mod effects;
+mod gate;
 mod peers;
 mod rooms;
 mod staging;
@@ -20,11 +21,13 @@ use crate::sched::{InSlot, Scheduler};
 use crate::shared::{Shared, panicked};
 use crate::stats::Stats;
 use directory::Directory;
-use kvxfer_fabric::{Completion, LocalMemory, Piece, ReadySignal};
+use gate::Gate;
+use kvxfer_fabric::cuda::AgentDevice;
+use kvxfer_fabric::{Completion, LocalMemory, Piece};
 use kvxfer_proto::handshake::Secret;
 use kvxfer_proto::msg::{RegionShape, Role};
 use kvxfer_proto::node::{DeliveryId, Flaw, Node, PeerKey, Stage};
-use kvxfer_proto::{Incarnation, PushId, Reason, ReasonKind, Room, SessionNo, Time};
+use kvxfer_proto::{Incarnation, Reason, ReasonKind, Room, SessionNo, Time};
 use peers::PeerIo;
 use rustix::fd::AsFd;
 use staging::{Packer, Ticket};
@@ -51,6 +54,8 @@ pub(crate) struct Driver {
     node: Node,
     control: Control,
     carriers: Carriers,
+    /// Whose context is current on this thread; after the carriers, which use it to their end.
+    device: Option<AgentDevice>,
     /// Our own regions, for checksums and staging.
     memory: LocalMemory,
     staging: Packer,
@@ -60,7 +65,7 @@ pub(crate) struct Driver {
     peers: HashMap<PeerKey, PeerIo>,
     rooms: rooms::Rooms,
     /// Pushes whose pages may not be read yet.
-    signals: Vec<(Room, PushId, Arc<dyn ReadySignal>)>,
+    gate: Gate,
     /// Dead peers whose pages come back after this time, once the fabrics were idle.
     settling: Vec<(Time, PeerKey)>,
     /// When the fabrics last had nothing to take in.
@@ -175,9 +180,11 @@ impl Driver {
                 limits: config.limits,
             },
         )?;
+        let fabric = |e: kvxfer_fabric::FabricError| StartError::Fabric(e.to_string());
+        let device = AgentDevice::of(&config.regions, config.role != Role::Prefill).map_err(fabric)?;
         let carriers = Carriers::new(config)?;
         control.spare_descriptors = carriers.spare_descriptors();
-        let memory = LocalMemory::new(&config.regions).map_err(|e| StartError::Fabric(e.to_string()))?;
+        let memory = LocalMemory::new(&config.regions).map_err(fabric)?;
         let staging = Packer::new(config).map_err(StartError::BadArgument)?;
         for (i, fd) in (0u64..).zip(carriers.fds()) {
             control.watch(fd, TOKEN_FABRIC + i)?;
@@ -191,13 +198,14 @@ impl Driver {
             node,
             control,
             carriers,
+            device,
             memory,
             staging,
             flip_a_byte: config.node.flaw == Some(Flaw::FlipAByte),
             directory,
             peers: HashMap::new(),
             rooms: rooms::Rooms::default(),
-            signals: Vec::new(),
+            gate: Gate::default(),
             settling: Vec::new(),
             fabrics_idle_at: Time(0),
             first_write: HashMap::new(),
@@ -265,7 +273,9 @@ impl Driver {
                 }
             }
             self.sleep(now);
-            idle_since = None;
+            if !self.gate.is_waiting() {
+                idle_since = None;
+            }
             if self.shared.orders.was_woken_here() {
                 // The caller goes on first: it must not wait for what it has ordered.
                 rustix::thread::sched_yield();
@@ -283,7 +293,7 @@ impl Driver {
             self.control_event(now, event);
         }
         busy |= self.progress_fabrics(now);
-        busy |= self.check_signals(now);
+        busy |= self.gate.check(now, &mut self.node);
         if self.node.poll_timeout().is_some_and(|t| t <= now) {
             self.node.handle_timeout(now);
         }
@@ -327,7 +337,7 @@ impl Driver {
         let timers = [self.node.poll_timeout(), handshakes, retry, settled, self.closing];
         let next = timers.into_iter().flatten().min();
         let mut wait = next.map(|t| Duration::from_micros(t.since_us(now)));
-        if !self.tickets.is_empty() || !self.signals.is_empty() || self.staging.is_probing() {
+        if !self.tickets.is_empty() || self.gate.is_waiting() || self.staging.is_probing() {
             // Not every transport has an event for the end of a send (UCX's shared memory has none), nor has a GPU's.
             wait = Some(wait.map_or(IN_FLIGHT_NAP, |w| w.min(IN_FLIGHT_NAP)));
         }
@@ -376,7 +386,7 @@ impl Driver {
                         self.node.handle_anew(push.room);
                     }
                     if let Some(signal) = ready {
-                        self.signals.push((push.room, push.id, signal));
+                        self.gate.add(push.room, push.id, signal);
                     }
                     self.node.handle_push(now, *push);
                 }
@@ -403,25 +413,6 @@ impl Driver {
         // Its end may have come in this very turn.
         self.carry_out(now);
         shared.end().is_none() && self.rooms.get(&room).is_some_and(|r| Arc::ptr_eq(r, shared))
-    }
-
-    /// Asks whether pages that were not ready are.
-    fn check_signals(&mut self, now: Time) -> bool {
-        let before = self.signals.len();
-        let node = &mut self.node;
-        self.signals.retain(|(room, push, signal)| match signal.is_ready() {
-            Ok(false) => node.is_pushing(*room),
-            Ok(true) => {
-                node.handle_push_ready(now, *room, *push);
-                false
-            }
-            Err(e) => {
-                let text = format!("room {room}: push {}: its pages never became ready: {e}", push.0);
-                node.handle_cancel(now, *room, Reason::new(ReasonKind::FabricError, text));
-                false
-            }
-        });
-        self.signals.len() != before
     }
 
     fn progress_fabrics(&mut self, now: Time) -> bool {
@@ -468,7 +459,7 @@ impl Driver {
     /// What the tables hold that live and die with rooms, deliveries and connections.
     fn entries(&self) -> usize {
         self.rooms.len()
-            + self.signals.len()
+            + self.gate.len()
             + self.first_write.len()
             + self.sched.len()
             + self.sched.rooms()

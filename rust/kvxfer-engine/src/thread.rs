@@ -8,6 +8,9 @@ use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use std::thread::JoinHandle;
 
+/// How much later than asked the thread may be woken.
+const TIMER_SLACK_NS: u64 = 5_000;
+
 /// What the caller learns of a started thread.
 pub(crate) struct Started {
     pub(crate) handle: JoinHandle<()>,
@@ -22,6 +25,8 @@ pub(crate) fn start(config: AgentConfig, shared: Arc<Shared>) -> Result<Started,
     let name: String = format!("kvx-{}", config.name).chars().take(15).collect();
     let work = move || {
         let all = Arc::clone(&shared);
+        // Naps are of 50 us, and the kernel's default is to let each be 50 us longer.
+        let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(TIMER_SLACK_NS));
         let set_up = pin(config.cpu).and_then(|()| Driver::new(&config, shared));
         match set_up {
             Ok(mut driver) => {

@@ -6,6 +6,7 @@
 //! sender's (`shm`); [`Fabric::mover`] says which.
 #![deny(unsafe_op_in_unsafe_fn)]
 
+pub mod cuda;
 pub mod error;
 pub mod local;
 pub mod memory;

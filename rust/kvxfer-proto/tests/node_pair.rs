@@ -371,7 +371,10 @@ fn an_event_holds_a_push_back_and_others_pass_it() {
         net.order(d, |n, now| n.handle_expect(now, expect(1, &[5, 6], (0, 8))));
         net.run_until(SECOND);
         assert!(net.events_of(d, room(1)).is_empty(), "nothing is complete before the event");
+        let awaited = |net: &sim::Net| [1, 2, 3].map(|n| net.nodes[0].node.is_awaiting(room(1), PushId(n)));
+        assert_eq!(awaited(&net), [true, false, false]);
         net.order(0, |n, now| n.handle_push_ready(now, room(1), PushId(1)));
+        assert_eq!(awaited(&net), [false; 3]);
         net.run_until(2 * SECOND);
         assert!(assert_contract(&net, d, 1) && assert_contract(&net, 0, 1));
         assert_arrived(&mut net, d, 1, &[5, 6], 0, 0..8);

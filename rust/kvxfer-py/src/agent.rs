@@ -8,6 +8,7 @@ use crate::layout::side;
 use crate::memory::Allocation;
 use crate::pages::{PageLists, page_lists};
 use crate::push::Push;
+use crate::ready;
 use crate::shard::Shard;
 use crate::unreleased::Unreleased;
 use crate::waiter::Waiter;
@@ -15,7 +16,7 @@ use crate::watch::Watch;
 use kvxfer_engine::{
     AgentConfig, Call, ExpectOrder, FabricChoice, PushOrder, Staging, StagingMode, TlsConfig, stage_name,
 };
-use kvxfer_fabric::{MemKind, RegionSpan};
+use kvxfer_fabric::{MemKind, ReadySignal, RegionSpan};
 use kvxfer_proto::PushId;
 use kvxfer_proto::msg::{Role, Verify};
 use kvxfer_proto::node::Flaw;
@@ -44,6 +45,8 @@ pub(crate) struct Agent {
     name: String,
     groups: usize,
     pages: Vec<u32>,
+    /// The device that its memory is on, if any of it is.
+    device: Option<u32>,
 }
 
 #[pymethods]
@@ -54,13 +57,13 @@ impl Agent {
                         tls=None, insecure=false, limits=None, cpu=None, queue_capacity=Int(4096),
                         spin_us=Int(50), ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None,
                         quarantine_limit=None, slice_bytes=None, staging="auto", staging_slots=Int(32),
-                        staging_slot_bytes=Int(262_144), flaw=None),
+                        staging_slot_bytes=Int(262_144), devices=None, flaw=None),
            text_signature = "(name, layout, shard, regions, pages, owner, *, listen='127.0.0.1:0', \
                              directory=None, engine=None, dp_rank=0, role='both', model=None, fabric='auto', \
                              secret=None, tls=None, insecure=False, limits=None, cpu=None, \
                              queue_capacity=4096, spin_us=50, ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None, \
                              quarantine_limit=None, slice_bytes=None, staging='auto', staging_slots=32, \
-                             staging_slot_bytes=262144, flaw=None)")]
+                             staging_slot_bytes=262144, devices=None, flaw=None)")]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn new(
         py: Python<'_>,
@@ -94,14 +97,21 @@ impl Agent {
         staging: &str,
         staging_slots: Int<u32>,
         staging_slot_bytes: Int<u64>,
+        devices: Option<Vec<Option<u32>>>,
         flaw: Option<&str>,
     ) -> PyResult<Self> {
         let side = side(layout, shard)?;
         let groups = side.groups.len();
-        let regions = regions.into_iter().map(|(addr, len, ours)| RegionSpan {
+        // One a region; without any, all of them are the host's.
+        let devices = devices.unwrap_or_else(|| vec![None; regions.len()]);
+        if devices.len() != regions.len() {
+            return Err(errors::bad(py, format!("{} devices for {} regions", devices.len(), regions.len())));
+        }
+        let device = devices.iter().flatten().next().copied();
+        let regions = regions.into_iter().zip(devices).map(|((addr, len, ours), device)| RegionSpan {
             addr,
             len,
-            kind: MemKind::Host,
+            kind: device.map_or(MemKind::Host, MemKind::Device),
             backing: ours.map(|a| Arc::clone(a.get().backing())),
         });
         let mut config = AgentConfig::new(name.clone(), side, pages.clone(), regions.collect());
@@ -156,7 +166,7 @@ impl Agent {
             })?),
         };
         let engine = py.detach(|| kvxfer_engine::Agent::start(config)).map_err(|e| errors::start(py, &e))?;
-        Ok(Self { inner: Arc::new(Inner::new(engine, owner)), name, groups, pages })
+        Ok(Self { inner: Arc::new(Inner::new(engine, owner)), name, groups, pages, device })
     }
 
     /// Name, for people.
@@ -237,6 +247,14 @@ impl Agent {
                 ));
             }
         };
+        if let (Some(device), true) = (self.device, verify != Verify::Off) {
+            return Err(errors::unsupported(
+                py,
+                format!(
+                    "verify: the pages are on device {device}, and sums of a device's memory are not built yet"
+                ),
+            ));
+        }
         let PageLists { lists, odd_page } = page_lists(pages, self.groups)?;
         let order = ExpectOrder {
             room: room.0,
@@ -280,9 +298,18 @@ impl Agent {
     /// only with `last`) reaches decode with `"Success"`. The pages must not change until the room's released
     /// event, or the push's retraction.
     ///
+    /// `event` is what has to be done on a GPU before the pages may be read: the transfer thread asks it, and
+    /// sends nothing of this push earlier. It is a stream (torch's, cupy's, or anything with
+    /// `__cuda_stream__`), which stands for all that has been queued on it so far; an event (torch's or
+    /// cupy's) that was recorded; or an int, a raw `CUevent` of the device that the agent's memory is on, or,
+    /// with memory of the host, whose context is current on this thread. An event must neither be recorded
+    /// again nor destroyed until the push's pages are released or retracted: an object is kept alive, an int
+    /// is the caller's to keep. Nothing waits for the GPU here. If the driver fails later, the room fails
+    /// with `FabricError` and its words.
+    ///
     /// Returns at once, with a handle for `retract`. Raises `BadArgument`, `QueueFull`, `AgentClosed`,
-    /// `Forked`, the error of a room that has failed, TypeError for pages that are not integers, and
-    /// `NotSupported` for `event` (waiting for a GPU event is not built yet).
+    /// `Forked`, the error of a room that has failed, TypeError for pages that are not integers or an `event`
+    /// of another type, and `FabricError` if there is no CUDA driver or it refuses the event.
     #[pyo3(signature = (room, pages, *, start=Count(0), tokens, layers=None, event=None, last=true, meta=None,
                         timeout=DEFAULT, bootstrap_timeout=DEFAULT),
            text_signature = "($self, room, pages, *, start=0, tokens, layers=None, event=None, last=True, \
@@ -303,12 +330,10 @@ impl Agent {
         bootstrap_timeout: Option<Seconds>,
     ) -> PyResult<Push> {
         let _timed = self.inner.engine.begin_call(Call::Push);
-        if event.is_some() {
-            return Err(errors::unsupported(
-                py,
-                "event: waiting for a GPU event is not built yet; synchronise first and leave event out",
-            ));
-        }
+        let ready = match event {
+            None => None,
+            Some(event) => ready::signal(event, &self.inner, self.device)?,
+        };
         let PageLists { lists, odd_page } = page_lists(pages, self.groups)?;
         let order = PushOrder {
             room: room.0,
@@ -319,7 +344,7 @@ impl Agent {
             layers: layers.map(|Layers(first, end)| (first, end)),
             last,
             meta: meta.map(|meta| Arc::from(&*meta)),
-            ready: None,
+            ready: ready.map(|signal| signal as Arc<dyn ReadySignal>),
             bootstrap_timeout: bootstrap_timeout.map(|s| s.0),
             timeout: timeout.map(|s| s.0),
         };

@@ -2,12 +2,13 @@
 
 use crate::errors;
 use kvxfer_engine::{Agent, AgentEvent, CallError};
+use kvxfer_fabric::cuda::{CudaSignal, Devices};
 use kvxfer_proto::node::{EventKind, Unreleased};
 use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 static FORKS: AtomicU64 = AtomicU64::new(0);
@@ -32,6 +33,11 @@ pub(crate) struct Inner {
     /// Held only while attached to the interpreter, and by `poll` for its whole length: whoever finds a room
     /// gone sees, once it has this lock, the event that went with it.
     watched: Mutex<HashMap<u64, Watched>>,
+    /// Devices whose work pushes wait for.
+    pub(crate) devices: Devices,
+    /// Events of the caller's that the transfer thread may ask, and by whose going one knows that it does so no more.
+    /// Held only while attached.
+    events: Mutex<Vec<(Weak<CudaSignal>, Py<PyAny>)>>,
     /// Whatever owns the registered memory.
     owner: Mutex<Option<Py<PyAny>>>,
     closing: Mutex<()>,
@@ -48,6 +54,8 @@ impl Inner {
         Self {
             engine,
             watched: Mutex::default(),
+            devices: Devices::default(),
+            events: Mutex::default(),
             owner: Mutex::new(Some(owner)),
             closing: Mutex::default(),
             closed: AtomicBool::new(false),
@@ -68,7 +76,26 @@ impl Inner {
         self.closed.load(Ordering::Acquire)
     }
 
+    /// Keeps an event's object for as long as the transfer thread may ask it. The thread itself never touches Python, so
+    /// what it has let go of is dropped by callers.
+    pub(crate) fn keep(&self, signal: Weak<CudaSignal>, object: Py<PyAny>) {
+        lock(&self.events).push((signal, object));
+    }
+
+    /// Lets go of objects that nobody asks any more.
+    pub(crate) fn let_go(&self) {
+        let mut events = lock(&self.events);
+        if events.is_empty() {
+            return;
+        }
+        let gone: Vec<_> = events.extract_if(.., |(signal, _)| signal.strong_count() == 0).collect();
+        // Its finaliser may call us.
+        drop(events);
+        drop(gone);
+    }
+
     pub(crate) fn poll(&self) -> Vec<AgentEvent> {
+        self.let_go();
         let mut out = Vec::new();
         let mut watched = lock(&self.watched);
         self.engine.poll(|event| {
@@ -112,6 +139,8 @@ impl Inner {
             self.closed.store(true, Ordering::Release);
             unreleased
         });
+        // The thread, and all that it asked, is gone.
+        self.let_go();
         let owner = lock(&self.owner).take();
         if unreleased.is_empty() {
             drop(owner);

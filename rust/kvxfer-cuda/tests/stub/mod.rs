@@ -9,13 +9,27 @@ use std::process::Command;
 pub(crate) const ENV_LOG: &str = "KVXFER_STUB_LOG";
 
 /// Builds the stub with these macros.
+#[allow(
+    dead_code,
+    reason = "each file of tests has its own copy of this module, and some want the other stub"
+)]
 pub(crate) fn compile(dir: &Path, name: &str, defines: &[&str]) -> PathBuf {
+    build("tests/stub/driver.c", dir, name, defines)
+}
+
+/// Builds the stub that plays a whole driver, with these macros.
+#[allow(dead_code, reason = "as above")]
+pub(crate) fn compile_whole(dir: &Path, name: &str, defines: &[&str]) -> PathBuf {
+    build("../../cuda/stub/cuda_stub.c", dir, name, defines)
+}
+
+fn build(source: &str, dir: &Path, name: &str, defines: &[&str]) -> PathBuf {
     let library = dir.join(name);
     let status = Command::new("cc")
-        .args(["-shared", "-fPIC", "-o"])
+        .args(["-shared", "-fPIC", "-pthread", "-o"])
         .arg(&library)
         .args(defines)
-        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/stub/driver.c"))
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join(source))
         .status()
         .expect("these tests need a C compiler named cc");
     assert!(status.success());

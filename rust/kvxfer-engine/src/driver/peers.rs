@@ -5,6 +5,7 @@ use super::{Driver, Retry};
 use crate::address::HostPort;
 use crate::carriers::{self, Which, mover};
 use crate::control::{ConnId, ConnKind, ControlEvent, WatchId};
+use kvxfer_fabric::cuda::AgentDevice;
 use kvxfer_fabric::process::ProcessWatch;
 use kvxfer_fabric::{Completion, EpId, FabricError};
 use kvxfer_proto::handshake::{Established, Met};
@@ -328,12 +329,23 @@ impl Driver {
                 if let Msg::Pong(n) = msg {
                     self.ponged(now, key, n);
                 }
+                if let Msg::Done(done) = &msg {
+                    self.make_visible(now, done.room);
+                }
                 let frame = Frame { msg, ..frame };
                 if let Err(reason) = self.node.handle_frame(now, key, frame) {
                     tracing::warn!(%reason, "the peer broke the protocol");
                     self.control.close(conn, reason);
                 }
             }
+        }
+    }
+
+    /// What was delivered of a room is about to count: kernels that see its success see its bytes.
+    fn make_visible(&mut self, now: Time, room: kvxfer_proto::Room) {
+        if let Some(Err(e)) = self.device.as_ref().map(AgentDevice::flush_writes) {
+            let text = format!("room {room}: what was written may not be visible to kernels: {e}");
+            self.node.handle_cancel(now, room, Reason::new(ReasonKind::FabricError, text));
         }
     }
 

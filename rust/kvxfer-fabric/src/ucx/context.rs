@@ -48,7 +48,7 @@ const RENAMED: u32 = 14;
 
 // TCP's own put is left on, although it cannot be fenced (fence::TCP_PUT): without it UCX makes puts of active
 // messages, and aborts the receiver's process when it cannot answer one because the sender has died.
-const SETTINGS: [Setting; 5] = [
+const SETTINGS: [Setting; 6] = [
     // With peer error handling, any other threshold makes UCX emulate puts with active messages.
     Setting::new("RNDV_THRESH", &[(0, "RNDV_THRESH")], "inf", &[]),
     // Without these, shared memory is not used where peer error handling is asked for.
@@ -66,6 +66,9 @@ const SETTINGS: [Setting; 5] = [
     ),
     // A dead peer behind shared memory is only noticed by these probes; UCX's own default is 20 s.
     Setting::new("KEEPALIVE_INTERVAL", &[(0, "KEEPALIVE_INTERVAL")], "1s", &[]),
+    // Else UCX takes the bounds of a device's memory from what it has seen allocated since it was loaded, although it is told
+    // both type and bounds: an engine allocates its pages before that, and their registration fails.
+    Setting::new("MEMTYPE_REG_WHOLE_ALLOC_TYPES", &[(0, "MEMTYPE_REG_WHOLE_ALLOC_TYPES")], "", &[]),
     // Names of transports in DEFAULT_TLS that this build lacks are no reason for a warning.
     Setting::new("WARN_INVALID_CONFIG", &[(0, "WARN_INVALID_CONFIG")], "n", &[]),
 ];

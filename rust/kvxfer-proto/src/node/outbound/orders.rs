@@ -145,10 +145,11 @@ impl Node {
         Err(Reason::new(ReasonKind::PageError, text))
     }
 
-    /// Whether this room is still pushed from here: what waits on its behalf may be dropped otherwise.
+    /// Whether this push still stands and its pages are not ready: what waits on its behalf may be dropped otherwise.
     #[must_use]
-    pub fn is_pushing(&self, room: Room) -> bool {
-        self.outbound.get(&room).is_some_and(|r| r.failure.is_none())
+    pub fn is_awaiting(&self, room: Room, push: PushId) -> bool {
+        let live = self.outbound.get(&room).filter(|r| r.failure.is_none());
+        live.and_then(|r| r.pushes.get(&push)).is_some_and(|p| !p.retracted && !p.order.ready)
     }
 
     /// The event of a push has completed: its pages may be read.
