@@ -105,6 +105,16 @@ async def scene(
             await one.stop()
 
 
+async def _limited(test: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(test)
+    done, _ = await asyncio.wait({task}, timeout=LIMIT_S)
+    if not done:
+        for one in asyncio.all_tasks():
+            one.print_stack()
+        task.cancel()
+    await task
+
+
 def run(test: Coroutine[Any, Any, None]) -> None:
-    """Runs a test; nothing in it may hang."""
-    asyncio.run(asyncio.wait_for(test, LIMIT_S))
+    """Runs a test; where it hangs, it says where."""
+    asyncio.run(_limited(test))

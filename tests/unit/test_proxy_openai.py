@@ -28,12 +28,12 @@ from kvxfer.proxy.openai import (
 @given(
     parts=st.lists(
         st.tuples(
-            st.text(st.characters(exclude_characters="\r\n"), min_size=1),
+            st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_size=1),
             st.sampled_from(["\n\n", "\r\n\r\n"]),
         )
     ),
     cuts=st.lists(st.integers(0, 400)),
-    rest=st.text(st.characters(exclude_characters="\r\n")),
+    rest=st.text(st.characters(codec="utf-8", exclude_characters="\r\n")),
 )
 def test_events_come_whole_and_byte_for_byte_however_they_are_cut(
     parts: list[tuple[str, str]], cuts: list[int], rest: str

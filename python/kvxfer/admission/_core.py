@@ -32,6 +32,11 @@ __all__ = ["Admission"]
 # Before so many requests have ended, estimates of waiting times refuse nobody.
 _KNOWN = 8
 _DOWN_S = 5.0
+# What comes back when pages, tokens or bytes do. Those who wait for a link may get in by another server's.
+_ALL = frozenset(Reason)
+_DECODE = frozenset({Reason.DECODE_PAGES, Reason.DECODE_SLOTS, Reason.LINK})
+_PREFILL = frozenset({Reason.PREFILL})
+_LINK = frozenset({Reason.LINK})
 # Costs closer than this part of the least are alike, and are taken in turn.
 _ALIKE = 1e-6
 
@@ -83,8 +88,8 @@ class Admission:
         self._held: dict[Hashable, Held] = {}
         self._queue: OrderedDict[Hashable, _Waiting] = OrderedDict()
         self._queued_tokens = 0
-        # A queue that was looked through in vain stays as it is until something is given back.
-        self._stuck = False
+        # What those lacked who were looked at in vain: until some of it is given back, nobody need look.
+        self._lacking: set[Reason] = set()
         self._hold = Mean(0.0)
         self._token_s = Mean(self.config.time_per_token_ms / 1e3)
         self._admitted = 0
@@ -98,13 +103,13 @@ class Admission:
         """A prefill server, which is up."""
         self._name(server.name)
         self._names[server.name] = ("prefill", self._prefills.add(server))
-        self._stuck = False
+        self._given_back()
 
     def add_decode(self, server: Decode) -> None:
         """A decode server, which is up."""
         self._name(server.name)
         self._names[server.name] = ("decode", self._decodes.add(server))
-        self._stuck = False
+        self._given_back()
 
     def _name(self, name: str) -> None:
         if name in self._names:
@@ -137,7 +142,7 @@ class Admission:
             self._prefills.up[index] = up
         else:
             self._decodes.set_up(index, up)
-        self._stuck = False
+        self._given_back()
         return role, index
 
     def handle_capacity(
@@ -167,7 +172,7 @@ class Admission:
         for one in there:
             one.pages = one.short = 0
             books.grow(one, books.pages_at(d, one.prompt_tokens + one.answer_tokens))
-        self._stuck = False
+        self._given_back()
 
     # Requests.
 
@@ -205,9 +210,10 @@ class Admission:
         if not self._queue:
             return None
         expired = self._expire(now_s)
-        if expired is not None or self._stuck:
+        if expired is not None or self._lacking:
             return expired
         passed: list[_Waiting] = []
+        lacking: set[Reason] = set()
         for one in self._queue.values():
             found = self._place(now_s, one.request, now_s - one.since_s)
             if isinstance(found, Admitted):
@@ -216,11 +222,20 @@ class Admission:
                 self._leave_queue(one.request.id)
                 return found
             one.reason = found
+            lacking.add(found)
             passed.append(one)
-            if one.overtaken >= self.config.overtakes or len(passed) > self.config.look_ahead:
+            # A smaller one fits where pages are short. Of all else it would only take out of turn.
+            if found is not Reason.DECODE_PAGES or one.overtaken >= self.config.overtakes:
                 break
-        self._stuck = True
+            if len(passed) > self.config.look_ahead:
+                break
+        self._lacking = lacking
         return None
+
+    def _given_back(self, what: frozenset[Reason] = _ALL) -> None:
+        """Something is there again of which somebody may have lacked: the queue is to be looked at."""
+        if self._lacking & what:
+            self._lacking.clear()
 
     def poll_timeout(self) -> float | None:
         """When `poll` has something to say even if nothing happens until then; None: it has not."""
@@ -245,7 +260,7 @@ class Admission:
         one = next(each for each in self._queue.values() if each.since_s == oldest)
         self._leave_queue(one.request.id)
         self._expired += 1
-        self._stuck = False
+        self._given_back()
         wait_s = self._wait_s(one.request, one.reason, len(self._queue), self._queued_tokens)
         return Expired(one.request.id, one.reason, max(1.0, wait_s))
 
@@ -264,7 +279,7 @@ class Admission:
         if held.prefill_tokens:
             self._prefills.measure(held, now_s)
             self._prefills.give_back(held)
-            self._stuck = False
+            self._given_back(_PREFILL)
         if prompt_tokens is not None:
             self._resize(held, prompt_tokens, held.answer_tokens)
         return True
@@ -287,9 +302,11 @@ class Admission:
             if held.prefill_tokens:
                 self._prefills.measure(held, now_s)
                 self._prefills.give_back(held)
-            self._decodes.end_local(held)
+                self._given_back(_PREFILL)
+            if held.local_tokens:
+                self._decodes.end_local(held)
+                self._given_back(_LINK)
             self._off_links(held)
-            self._stuck = False
         return True
 
     def handle_answer(self, id: Hashable, answer_tokens: int) -> int:
@@ -346,7 +363,7 @@ class Admission:
         self._decodes.give_back(held)
         self._decodes.take(held, d, self._decodes.pages_at(d, held.prompt_tokens + held.answer_tokens))
         self._on_links(held, nbytes)
-        self._stuck = False
+        self._given_back()
 
     def handle_finished(
         self,
@@ -371,7 +388,7 @@ class Admission:
         given back, or its place in the queue. False: it is not in.
         """
         if self._leave_queue(id):
-            self._stuck = False
+            self._given_back()
             return True
         return self._give_back(id)
 
@@ -379,10 +396,12 @@ class Admission:
         held = self._held.pop(id, None)
         if held is None:
             return False
-        self._prefills.give_back(held)
+        if held.prefill_tokens:
+            self._prefills.give_back(held)
+            self._given_back(_PREFILL)
         self._off_links(held)
         self._decodes.give_back(held)
-        self._stuck = False
+        self._given_back(_DECODE)
         return True
 
     # Deciding.
@@ -392,7 +411,10 @@ class Admission:
             return True
         if len(self._queue) > self.config.look_ahead:
             return False
-        return all(one.overtaken < self.config.overtakes for one in self._queue.values())
+        return all(
+            one.reason is Reason.DECODE_PAGES and one.overtaken < self.config.overtakes
+            for one in self._queue.values()
+        )
 
     def _too_large(self, request: Request) -> Reason | None:
         books = self._decodes
@@ -613,7 +635,7 @@ class Admission:
             for link in self._links_of(held):
                 self._links.nbytes[link] -= held.nbytes
             held.nbytes = 0
-            self._stuck = False
+            self._given_back(_LINK)
 
     def _links_of(self, held: Held) -> set[int]:
         return {int(self._prefills.link[held.prefill]), int(self._decodes.link[held.decode])}
@@ -626,7 +648,7 @@ class Admission:
             books.grow(held, more)
         elif more < 0:
             books.shrink(held, -more)
-            self._stuck = False
+            self._given_back(_DECODE)
 
     def stats(self) -> Stats:
         """Where everything stands."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+from kvxfer.admission import Expired, Reason, Refused, Request
 from kvxfer.proxy.openai import COMPLETION_PATHS, error_body, error_event
 from kvxfer.proxy.upstream import Failure
 
-__all__ = ["ClientGone", "Told", "error", "failed", "failure_event", "json_errors", "passed"]
+__all__ = ["ClientGone", "Told", "error", "failed", "failure_event", "json_errors", "not_admitted", "passed"]
 
 # What of a server's headers the client gets.
 _TO_CLIENT = ("Content-Type", "Cache-Control", "X-Request-Id", "openai-processing-ms")
@@ -64,6 +66,38 @@ def failed(failure: Failure) -> web.Response:
 def failure_event(failure: Failure) -> bytes:
     """A failure in the middle of a stream."""
     return error_event(str(failure), _kind(failure.status), failure.status)
+
+
+_LACKING = {
+    Reason.DECODE_PAGES: "no decode server has enough free KV pages",
+    Reason.DECODE_SLOTS: "no decode server has a free slot",
+    Reason.LINK: "the links to the decode servers are busy",
+    Reason.PREFILL: "the prefill servers are busy",
+    Reason.NO_DECODE: "no decode server is up",
+    Reason.NO_PREFILL: "no prefill server is up",
+}
+
+
+def not_admitted(found: Refused | Expired, request: Request, queue_wait_s: float) -> Failure:
+    """What a request that does not get in is told."""
+    reason = found.reason
+    if reason is Reason.TOO_LARGE:
+        return Failure(
+            f"the prompt (about {request.prompt_tokens} tokens) and {request.answer_tokens} tokens of "
+            "answer need more KV pages than any decode server has",
+            status=400,
+            by="refused",
+            retry=False,
+        )
+    seconds = max(1, math.ceil(found.retry_after_s or 1.0))
+    waited = f", and it waited {queue_wait_s:g} s" if isinstance(found, Expired) else ""
+    return Failure(
+        f"not admitted: {_LACKING[reason]}{waited}; try again in {seconds} s",
+        status=503 if reason in (Reason.NO_DECODE, Reason.NO_PREFILL) else 429,
+        by="refused",
+        retry=False,
+        headers={"Retry-After": str(seconds)},
+    )
 
 
 @web.middleware

@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 
 import kvxfer
-from kvxfer.admission import Admission, Admitted, AnswerLengths, Expired, Queued, Reason, Refused, Request
+from kvxfer.admission import Admission, Admitted, AnswerLengths, Expired, Queued, Refused, Request
 from kvxfer.proxy.metrics import Metrics
 from kvxfer.proxy.openai import (
     COMPLETION_PATHS,
@@ -26,7 +26,16 @@ from kvxfer.proxy.openai import (
     prefill_body,
     seen_in_event,
 )
-from kvxfer.proxy.replies import ClientGone, Told, error, failed, failure_event, json_errors, passed
+from kvxfer.proxy.replies import (
+    ClientGone,
+    Told,
+    error,
+    failed,
+    failure_event,
+    json_errors,
+    not_admitted,
+    passed,
+)
 from kvxfer.proxy.settings import Settings
 from kvxfer.proxy.upstream import Failure, Opened, Upstream, Watch
 
@@ -220,44 +229,15 @@ class Router:
             finally:
                 self._waiting.pop(room, None)
         if isinstance(found, Refused | Expired):
-            raise self._not_admitted(found, request)
+            expired = isinstance(found, Expired)
+            self.metrics.refused.labels("queue_wait" if expired else found.reason.value).inc()
+            raise not_admitted(found, request, self.settings.admission.queue_wait_s)
         assert isinstance(found, Admitted)
         self.metrics.admitted()
         if found.prefill is None:
             up = any(self.watches[name].up for name in self.prefill)
             self.metrics.recomputed.labels(incoming.local or ("sooner" if up else "no_prefill")).inc()
         return found
-
-    def _not_admitted(self, found: Refused | Expired, request: Request) -> Failure:
-        reason = found.reason
-        expired = isinstance(found, Expired)
-        self.metrics.refused.labels("queue_wait" if expired else reason.value).inc()
-        if reason is Reason.TOO_LARGE:
-            return Failure(
-                f"the prompt (about {request.prompt_tokens} tokens) and {request.answer_tokens} tokens of "
-                "answer need more KV pages than any decode server has",
-                status=400,
-                by="refused",
-                retry=False,
-            )
-        seconds = max(1, math.ceil(found.retry_after_s or 1.0))
-        what = {
-            Reason.DECODE_PAGES: "no decode server has enough free KV pages",
-            Reason.DECODE_SLOTS: "no decode server has a free slot",
-            Reason.LINK: "the links to the decode servers are busy",
-            Reason.PREFILL: "the prefill servers are busy",
-            Reason.NO_DECODE: "no decode server is up",
-            Reason.NO_PREFILL: "no prefill server is up",
-        }[reason]
-        waited = f", and it waited {self.settings.admission.queue_wait_s:g} s" if expired else ""
-        down = reason in (Reason.NO_DECODE, Reason.NO_PREFILL)
-        return Failure(
-            f"not admitted: {what}{waited}; try again in {seconds} s",
-            status=503 if down else 429,
-            by="refused",
-            retry=False,
-            headers={"Retry-After": str(seconds)},
-        )
 
     # A request.
 
@@ -276,6 +256,9 @@ class Router:
             except BadRequest as broken:
                 outcome = "bad_request"
                 return error(str(broken), 400)
+            except web.HTTPException:
+                outcome = "bad_request"
+                raise
             flow = _Flow(request, incoming, began_s)
             task = asyncio.current_task()
             assert task is not None
@@ -325,7 +308,7 @@ class Router:
                 if not failure.retry or flow.reached or attempt > self.settings.retries or self.stopping:
                     raise
                 # Where a hand-off breaks, either side may be the cause.
-                avoid |= failure.places
+                avoid |= failure.places | {failure.server}
                 self.metrics.retries.inc()
 
     async def _try(self, flow: _Flow, room: int, avoid: frozenset[str], again: bool) -> web.StreamResponse:

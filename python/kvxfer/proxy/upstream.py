@@ -24,6 +24,7 @@ log = logging.getLogger("kvxfer.proxy")
 # A host that vanished is noticed in half a minute, however long an answer may take.
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
@@ -262,14 +263,17 @@ class Watch:
         self._settings = settings
         self._changed = changed
         self._sooner = asyncio.Event()
+        self._nudged = False
         self._silent = 0
         self.task = asyncio.create_task(self._run())
 
     def nudge(self) -> None:
         """Something failed there: ask now."""
+        self._nudged = True
         self._sooner.set()
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             well, why = await self._upstream.health(self._url)
             self._silent = self._silent + 1 if well is None else 0
@@ -284,10 +288,14 @@ class Watch:
                 if asyncio.iscoroutine(found):
                     await found
             self.first.set()
+            # Not `wait_for`: up to Python 3.11 that forgets a cancel which comes with the event.
+            timer = loop.call_later(self._settings.health_interval_s, self._sooner.set)
             try:
-                await asyncio.wait_for(self._sooner.wait(), self._settings.health_interval_s)
-            except asyncio.TimeoutError:
-                continue
+                await self._sooner.wait()
+            finally:
+                timer.cancel()
+            if self._nudged:
+                self._nudged = False
+                # Many requests fail at once where a server dies.
+                await asyncio.sleep(min(0.05, self._settings.health_interval_s))
             self._sooner.clear()
-            # Many requests fail at once where a server dies.
-            await asyncio.sleep(min(0.05, self._settings.health_interval_s))
