@@ -65,7 +65,10 @@ class Prometheus:
             found = list(self.ask(expr).values())
             return good(found)
 
-        eventually(look, f"{expr} (last: {found})", seconds=SECONDS, pause=0.05)
+        try:
+            eventually(look, expr, seconds=SECONDS, pause=0.05)
+        except AssertionError:
+            raise AssertionError(f"not within {SECONDS} s: {expr}; last: {found}") from None
         return found
 
 
@@ -79,7 +82,7 @@ def free_port() -> int:
 def server(folder: Path, target: int) -> Iterator[Prometheus]:
     config = folder / "prometheus.yml"
     config.write_text(
-        "global: {scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}\n"
+        "global: {scrape_interval: 500ms, scrape_timeout: 500ms, evaluation_interval: 500ms}\n"
         f"rule_files: ['{MONITORING / 'kvxfer-alerts.yml'}']\n"
         "scrape_configs:\n"
         f"  - {{job_name: kvxfer, static_configs: [{{targets: ['127.0.0.1:{target}']}}]}}\n"
@@ -136,7 +139,7 @@ def test_prometheus_has_what_happened(scraped: tuple[Pair, Prometheus]) -> None:
     both, up = scraped
     name = "kvxfer_rooms_succeeded_total"
     before = sum(up.wait_for(name, lambda values: len(values) == 2))
-    moved = sum(up.ask("kvxfer_moved_bytes_total").values())
+    moved = sum(up.wait_for("kvxfer_moved_bytes_total", lambda values: len(values) == 2))
     for _ in range(5):
         both.hand_off(pages=8)
     up.wait_for(f"sum({name})", lambda values: values == [before + 2 * 5])
@@ -196,19 +199,19 @@ def test_every_query_of_the_dashboard_is_answered(scraped: tuple[Pair, Prometheu
     both.is_waiting(room)
     both.decode.cancel(room)
     events(both.decode, released(room))
-    up.wait_for(
-        "rate(kvxfer_drain_seconds_count{agent='decode-0'}[30s]) > 0", lambda values: len(values) == 1
-    )
-    empty = []
+    up.wait_for("rate(kvxfer_drain_seconds_count{agent='decode-0'}[2m]) > 0", lambda values: len(values) == 1)
+    queries = []
     for panel in board["panels"]:
         for target in panel.get("targets", []):
-            expr = target["expr"].replace("$__rate_interval", "30s")
+            expr = target["expr"].replace("$__rate_interval", "2m")
             for variable in ("job", "instance", "agent"):
                 expr = expr.replace(f"${variable}", ".*")
             assert "$" not in expr, expr
-            if not up.ask(expr):
-                empty.append((panel["title"], expr))
-    assert empty == []
+            queries.append(expr)
+    assert len(queries) >= 20
+    for expr in queries:
+        # A scrape that came too late on a busy machine leaves a gap of half a second.
+        up.wait_for(expr, lambda values: len(values) >= 1)
     for variable in board["templating"]["list"]:
         if variable["type"] == "query":
             series = re.sub(
