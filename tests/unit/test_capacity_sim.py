@@ -428,9 +428,9 @@ def test_routing_by_bytes_spreads_uneven_prompts_better() -> None:
 def test_an_answer_may_lose_its_cache_to_others_unless_room_is_reserved_for_it() -> None:
     asked = poisson(qps=50, requests=80, prompt=4000, answer=3000, seed=1)
     costs = Costs(hbm_gb=45)
-    free = simulate(Setup(PUSH, tp=2, prefill=2, slots=64, slo_ttft_ms=1e6), asked, costs).summary
+    free = simulate(Setup(PUSH, tp=2, prefill=2, slots=64, slo_ttft_ms=1e8), asked, costs).summary
     kept = simulate(
-        Setup(PUSH, tp=2, prefill=2, slots=64, slo_ttft_ms=1e6, admission=True), asked, costs
+        Setup(PUSH, tp=2, prefill=2, slots=64, slo_ttft_ms=1e8, admission=True), asked, costs
     ).summary
     assert free["preemptions"] > 0
     assert kept["preemptions"] == 0
