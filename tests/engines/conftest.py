@@ -1,0 +1,35 @@
+"""Tests with real engines: `make test-engines` runs them, in the venvs of scripts/engines_env.sh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+collect_ignore: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which there is only the configuration."""
+    from lab import tiny_model
+
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def engine(tiny: Path) -> Iterator[Callable[..., Any]]:
+    """Makes engines, and closes them."""
+    from lab import Engine
+
+    made: list[Any] = []
+
+    def make(role: str, **kwargs: Any) -> Any:
+        made.append(Engine(tiny, role, **kwargs))
+        return made[-1]
+
+    yield make
+    for item in made:
+        item.close()

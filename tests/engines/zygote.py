@@ -1,0 +1,78 @@
+"""A process that has imported vLLM, and forks servers: importing it takes half a minute of a core each time.
+
+Reads one line of JSON for each server from standard input: `{"args": [...], "env": {...}, "log": path}`, and answers
+with its process id. What a server forks belongs to its process group. When standard input ends, all servers end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+
+def serve(order: dict[str, Any]) -> None:
+    """The child's half: what `vllm serve` does with these arguments."""
+    os.setsid()
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, null), (1, log), (2, log)):
+        os.dup2(source, target)
+    os.environ.update(order["env"])
+
+    from vllm.entrypoints.launchers.api_server.entry import main as serve_api
+
+    sys.argv = ["api_server", *order["args"]]
+    serve_api()
+
+
+def main() -> int:
+    """Forks on order, and ends what it forked."""
+    import multiprocessing
+
+    import vllm.entrypoints.launchers.api_server.entry
+    import vllm.model_executor.models.llama
+    import vllm.utils.system_utils as system
+    import vllm.v1.engine.core
+    import vllm.v1.engine.utils
+    import vllm.v1.worker.cpu_worker
+
+    # The CPU platform asks for processes that import everything anew.
+    fork = multiprocessing.get_context("fork")
+    for module in list(sys.modules.values()):
+        if getattr(module, "get_mp_context", None) is system.get_mp_context and module is not system:
+            module.get_mp_context = lambda: fork  # type: ignore[attr-defined]
+    system.get_mp_context = lambda: fork  # type: ignore[assignment]
+
+    print(json.dumps({"ready": True}), flush=True)
+    servers: list[int] = []
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "reap" in order:
+            status = os.waitpid(order["reap"], 0)[1]
+            servers.remove(order["reap"])
+            print(json.dumps({"status": status}), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                serve(order)
+                code = 0
+            finally:
+                os._exit(code)
+        servers.append(pid)
+        print(json.dumps({"pid": pid}), flush=True)
+    for pid in servers:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
