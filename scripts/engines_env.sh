@@ -6,8 +6,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-cpu="${VLLM_CPU_VENV:-.venv-vllm-cpu}"
-new="${VLLM_VENV:-.venv-vllm}"
+venv="${VENV:-.venv}"
+cpu="$venv-vllm-cpu"
+new="$venv-vllm"
 pins=scripts/engines
 mkdir -p target
 exec 9>target/engines.lock

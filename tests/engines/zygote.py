@@ -41,9 +41,10 @@ def main() -> int:
 
     # The CPU platform asks for processes that import everything anew.
     fork = multiprocessing.get_context("fork")
-    for module in list(sys.modules.values()):
-        if getattr(module, "get_mp_context", None) is system.get_mp_context and module is not system:
-            module.get_mp_context = lambda: fork  # type: ignore[attr-defined]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and vars(module).get("get_mp_context") is system.get_mp_context:
+            if module is not system:
+                vars(module)["get_mp_context"] = lambda: fork
     system.get_mp_context = lambda: fork  # type: ignore[assignment]
 
     print(json.dumps({"ready": True}), flush=True)

@@ -1,0 +1,302 @@
+"""Real servers, real weights: greedy answers of a prefill and a decode server are those of one plain server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from servers import Answer, Server, Zygote, close_all, post, question, stream
+
+import kvxfer as kx
+
+pytestmark = pytest.mark.timeout(900)
+
+BLOCKS = ("--num-gpu-blocks-override", "320")
+HALF_BLOCKS = ("--num-gpu-blocks-override", "160")
+
+SHORT = "The capital of France is"
+STORY = "Once upon a time there was a small dog who lived in a big house near the sea. " * 24
+LIST = "Count on: one, two, three, four, five,"
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """The process that forks servers."""
+    item = Zygote(tmp_path_factory.mktemp("servers"))
+    yield item
+    item.close()
+
+
+@pytest.fixture(scope="session")
+def servers(zygote: Zygote) -> Iterator[dict[str, Server]]:
+    """One plain server, and servers of both roles with pages of 32 and of 64 tokens, started at once."""
+    full: dict[str, Any] = {"verify": "full", "timeout_s": 120}
+    made = {
+        "plain": Server(zygote, "plain", None, args=BLOCKS),
+        "p32": Server(zygote, "p32", "kv_producer", args=BLOCKS, extra={"timeout_s": 120}),
+        "d32": Server(zygote, "d32", "kv_consumer", args=BLOCKS, extra=full),
+        "p64": Server(
+            zygote, "p64", "kv_producer", block=64, prefix_cache=False, args=HALF_BLOCKS, extra={"timeout_s": 120}
+        ),
+        "d64": Server(zygote, "d64", "kv_consumer", block=64, prefix_cache=False, args=HALF_BLOCKS, extra=full),
+    }
+    for server in made.values():
+        server.start()
+    for server in made.values():
+        server.ready()
+    yield made
+    close_all(made.values())
+
+
+@pytest.fixture(scope="session")
+def truth(servers: dict[str, Server]) -> Any:
+    """What the plain server answers when asked alone, remembered."""
+    known: dict[str, list[int]] = {}
+
+    def ask(prompt: str, tokens: int = 16) -> list[int]:
+        key = f"{tokens} {prompt}"
+        if key not in known:
+            answer = post(servers["plain"].port, question(prompt, tokens))
+            assert answer.status == 200, answer.body
+            known[key] = answer.tokens
+        return known[key]
+
+    return ask
+
+
+def prefill_leg(server: Server, body: dict[str, Any], room: int) -> Answer:
+    """The leg that computes the prompt."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "room": room}
+    return post(server.port, {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": params})
+
+
+def decode_params(source: str, room: int | str) -> dict[str, Any]:
+    """What the other leg carries."""
+    return {"do_remote_prefill": True, "do_remote_decode": False, "room": room, "source": source}
+
+
+def early(p: Server, d: Server, body: dict[str, Any]) -> tuple[Answer | OSError, Answer | OSError]:
+    """Both legs at once, as the proxy sends them where decode is chosen first."""
+    room = kx.new_room()
+    with ThreadPoolExecutor(2) as pool:
+        legs = [
+            pool.submit(prefill_leg, p, body, room),
+            pool.submit(post, d.port, {**body, "kv_transfer_params": decode_params(p.directory, room)}),
+        ]
+        ends: list[Answer | OSError] = []
+        for leg in legs:
+            try:
+                ends.append(leg.result())
+            except OSError as error:
+                ends.append(error)
+    return ends[0], ends[1]
+
+
+def late(p: Server, d: Server, body: dict[str, Any]) -> tuple[Answer, Answer]:
+    """Prefill first; what its answer names goes to decode."""
+    first = prefill_leg(p, body, kx.new_room())
+    return first, post(d.port, {**body, "kv_transfer_params": first.body["kv_transfer_params"]})
+
+
+def right(ends: tuple[Answer | OSError, Answer | OSError], wanted: list[int]) -> None:
+    """Both legs ended well, and the answer is the plain server's."""
+    for end in ends:
+        assert isinstance(end, Answer), end
+        assert end.status == 200, end.body
+    answer = ends[1]
+    assert isinstance(answer, Answer)
+    assert answer.tokens == wanted
+
+
+PAIRS = [("p32", "d32"), ("p32", "d64"), ("p64", "d32"), ("p64", "d64")]
+
+
+@pytest.mark.parametrize(("p", "d"), PAIRS)
+@pytest.mark.parametrize("prompt", [SHORT, LIST, STORY[:700], STORY], ids=["short", "list", "long", "longer"])
+def test_case_05_answers_are_the_plain_servers_token_for_token(
+    servers: dict[str, Server], truth: Any, p: str, d: str, prompt: str
+) -> None:
+    wanted = truth(prompt)
+    before = servers[d].metric("kvxfer_rooms_received_total")
+    right(early(servers[p], servers[d], question(prompt)), wanted)
+    servers[d].idle()
+    assert servers[d].metric("kvxfer_rooms_received_total") == before + 1
+    servers[p].idle()
+
+
+def test_the_capital_of_france(servers: dict[str, Server]) -> None:
+    _, answer = early(servers["p32"], servers["d32"], question(SHORT, 2))
+    assert isinstance(answer, Answer)
+    assert answer.text.startswith(" Paris")
+
+
+def test_late_choice_prefill_first_and_decode_by_its_answer(servers: dict[str, Server], truth: Any) -> None:
+    for prompt in (LIST, STORY[:500]):
+        right(late(servers["p32"], servers["d32"], question(prompt)), truth(prompt))
+
+
+def test_a_stream_is_the_whole_answer(servers: dict[str, Server], truth: Any) -> None:
+    room = kx.new_room()
+    body = question(STORY[:600], 24)
+    with ThreadPoolExecutor(1) as pool:
+        leg = pool.submit(prefill_leg, servers["p32"], body, room)
+        params = decode_params(servers["p32"].directory, str(room))
+        pieces, ended = stream(servers["d32"].port, {**body, "kv_transfer_params": params})
+        assert leg.result().status == 200
+    assert ended
+    assert len(pieces) > 5
+    assert "".join(pieces) == post(servers["plain"].port, body).text
+
+
+def test_shared_prefixes_are_moved_once(servers: dict[str, Server], truth: Any) -> None:
+    p, d = servers["p32"], servers["d32"]
+    head = "In the year 1066 a battle took place on a hill in the south of England. " * 12
+    moved = []
+    for tail in ("Who won?", "Who lost?", "Where was it?"):
+        before = d.metric("kvxfer_received_bytes_total")
+        right(early(p, d, question(head + tail)), truth(head + tail))
+        d.idle()
+        moved.append(d.metric("kvxfer_received_bytes_total") - before)
+    assert moved[1] < moved[0] / 3
+    assert moved[2] < moved[0] / 3
+
+
+def together(servers: dict[str, Server], truth: Any, p: str, d: str, prompts: list[str], tokens: int) -> None:
+    """Many at once: none fails, and each answer is the plain server's. Where the make-up of a batch has changed the
+    rounding, the same prompt alone must give the plain server's: that its pages arrived whole, checksums have said.
+    """
+    body = [question(prompt, tokens) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        ends = list(pool.map(lambda item: early(servers[p], servers[d], item), body))
+    again = 0
+    for prompt, item, (first, second) in zip(prompts, body, ends, strict=True):
+        assert isinstance(first, Answer), first
+        assert isinstance(second, Answer), second
+        assert (first.status, second.status) == (200, 200), (first.body, second.body)
+        assert len(second.tokens) == tokens
+        if second.tokens != truth(prompt, tokens):
+            again += 1
+            right(early(servers[p], servers[d], item), truth(prompt, tokens))
+    assert again <= len(prompts) // 2
+    for name in (p, d):
+        servers[name].idle()
+
+
+@pytest.mark.parametrize(("p", "d"), [("p32", "d32"), ("p64", "d32")])
+def test_eight_at_once(servers: dict[str, Server], truth: Any, p: str, d: str) -> None:
+    together(servers, truth, p, d, [f"{i}. {STORY[: 100 + 90 * i]}" for i in range(8)], 12)
+
+
+def test_case_24_sixty_four_at_once_with_a_prefill_that_is_slow_and_not_one_is_aborted(
+    servers: dict[str, Server], truth: Any
+) -> None:
+    before = servers["d32"].metric("kvxfer_rooms_received_failed_total")
+    together(servers, truth, "p32", "d32", [f"Story {i}: {STORY[: 200 + 5 * i]}" for i in range(64)], 4)
+    assert servers["d32"].metric("kvxfer_rooms_received_failed_total") == before
+
+
+def hang_up(server: Server, body: dict[str, Any], after: float) -> None:
+    """Sends a request and goes away."""
+    data = json.dumps({**body, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + data)
+        time.sleep(after)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.05, 0.3, 1.0])
+def test_a_client_that_hangs_up_leaves_no_page_held(servers: dict[str, Server], truth: Any, after: float) -> None:
+    p, d = servers["p32"], servers["d32"]
+    room, body = kx.new_room(), question(f"{after} {STORY}", 64)
+    legs = [
+        (p, {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "room": room}}),
+        (d, {**body, "kv_transfer_params": decode_params(p.directory, room)}),
+    ]
+    threads = [threading.Thread(target=hang_up, args=(*leg, after)) for leg in legs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for server in (p, d):
+        server.idle()
+    right(early(p, d, question(SHORT)), truth(SHORT))
+
+
+def test_requests_in_the_wrong_place_end_in_an_error_or_are_computed(servers: dict[str, Server], truth: Any) -> None:
+    p, d = servers["p32"], servers["d32"]
+    before = d.metric("kvxfer_missing_rooms_total")
+    plain = post(d.port, question(LIST))
+    assert plain.tokens == truth(LIST)
+    wrong = prefill_leg(d, question(SHORT), kx.new_room())
+    assert wrong.status == 500, wrong.body
+    there = post(p.port, {**question(SHORT), "kv_transfer_params": decode_params(d.directory, kx.new_room())})
+    assert there.status == 500, there.body
+    d.idle()
+    assert d.metric("kvxfer_missing_rooms_total") == before + 1
+    assert "kv_consumer" in d.log.read_text()
+    right(early(p, d, question(SHORT)), truth(SHORT))
+
+
+def in_flight(p: Server, d: Server, count: int) -> tuple[ThreadPoolExecutor, list[Any], list[str]]:
+    """Requests that are under way."""
+    prompts = [f"{i} of {count}: {STORY[: 900 + 30 * i]}" for i in range(count)]
+    pool = ThreadPoolExecutor(count)
+    return pool, [pool.submit(early, p, d, question(prompt, 12)) for prompt in prompts], prompts
+
+
+def ended(ends: list[Any], prompts: list[str], truth: Any) -> None:
+    """Each ended in an explicit error or in the whole right answer, and none in a part of one."""
+    for end, prompt in zip(ends, prompts, strict=True):
+        _, answer = end.result()
+        if isinstance(answer, OSError):
+            continue
+        assert answer.whole
+        if answer.status == 200:
+            assert len(answer.tokens) == 12
+            assert answer.body["choices"][0]["finish_reason"] == "length"
+        else:
+            assert answer.status >= 500, answer.body
+
+
+def test_case_17_decode_is_killed_and_comes_back(servers: dict[str, Server], truth: Any) -> None:
+    p, d = servers["p32"], servers["d64"]
+    pool, ends, prompts = in_flight(p, d, 6)
+    time.sleep(1.0)
+    d.kill()
+    ended(ends, prompts, truth)
+    pool.shutdown()
+    p.idle()
+    d.start().ready()
+    right(early(p, d, question(LIST)), truth(LIST))
+    p.idle()
+    d.idle()
+
+
+def test_case_17_prefill_is_killed_and_comes_back(servers: dict[str, Server], truth: Any) -> None:
+    p, d = servers["p64"], servers["d32"]
+    pool, ends, prompts = in_flight(p, d, 6)
+    time.sleep(1.0)
+    p.kill()
+    ended(ends, prompts, truth)
+    pool.shutdown()
+    d.idle()
+    p.start().ready()
+    right(early(p, d, question(LIST)), truth(LIST))
+    p.idle()
+    d.idle()
+
+
+def test_after_the_storm_no_page_is_held_and_the_log_line_says_what_was_moved(servers: dict[str, Server]) -> None:
+    for name, server in servers.items():
+        server.idle()
+        assert server.metric("vllm:kv_cache_usage_perc") == 0
+        if name != "plain":
+            assert server.metric("kvxfer_refused_requests_total") <= 1
+    assert "KV Transfer metrics: " in servers["d32"].log.read_text()
+    assert "rooms_in" in servers["d32"].log.read_text()
