@@ -1,4 +1,5 @@
-"""Answers a prompt with two vLLM servers, as a user would start them: one computes the prompt, the other the answer.
+"""Answers a prompt with two vLLM servers, as a user would start them: one computes the prompt, the other the
+answer.
 
 Run it with `make demo-vllm`; `--prompt` asks something else.
 """
@@ -159,7 +160,9 @@ def main() -> int:
             say(f"one server  {alone['text']!r}")
             say(f"the pair    {pair['text']!r}   ({took:.2f} s)")
             until = time.monotonic() + 30
-            while (seen := decode.metrics()).get("kvxfer_rooms_received_total") != 1 and time.monotonic() < until:
+            while (seen := decode.metrics()).get(
+                "kvxfer_rooms_received_total"
+            ) != 1 and time.monotonic() < until:
                 time.sleep(0.2)
             say(
                 f"handed off  {seen['kvxfer_received_bytes_total'] / 1e3:.0f} kB of KV cache"

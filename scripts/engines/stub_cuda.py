@@ -1,8 +1,9 @@
-"""Lets PyTorch's ordinary build, which links CUDA's libraries, be imported without them: 3.5 GB less in a venv.
+"""Lets PyTorch's ordinary build, which links CUDA's libraries, be imported without them: 3.5 GB less in a
+venv.
 
-`import torch` loads cuBLAS, cuDNN, NCCL and so on, and calls nothing in them on a machine without a GPU. This puts
-libraries of the same names beside PyTorch's that have the versions and symbols the loader looks for, and whose
-functions end the process. It is for venvs that run on the CPU only.
+`import torch` loads cuBLAS, cuDNN, NCCL and so on, and calls nothing in them on a machine without a GPU. This
+puts libraries of the same names beside PyTorch's that have the versions and symbols the loader looks for, and
+whose functions end the process. It is for venvs that run on the CPU only.
 
     stub_cuda.py .venv/lib/python3.11/site-packages/torch/lib
 """

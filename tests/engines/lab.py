@@ -1,7 +1,8 @@
-"""vLLM's real scheduler with the real connector, over CPU tensors whose "KV" a function of tokens and positions stands for.
+"""vLLM's real scheduler with the real connector, over CPU tensors whose "KV" a function of tokens and
+positions stands for.
 
-Nothing is computed: a step writes what a model would have written, so that what arrives can be compared, and a token
-that is "sampled" from pages that do not hold the prompt is wrong.
+Nothing is computed: a step writes what a model would have written, so that what arrives can be compared, and
+a token that is "sampled" from pages that do not hold the prompt is wrong.
 """
 
 from __future__ import annotations
@@ -153,11 +154,18 @@ class Engine:
             worker.shutdown()
 
     def kill(self) -> None:
-        """Ends without a word to vLLM; the agents say farewell to their peers, as a server's shutdown does."""
+        """Ends without a word to vLLM; the agents say farewell to their peers, as a server's shutdown
+        does.
+        """
         self.close()
 
     def add(
-        self, tokens: list[int], params: dict[str, Any] | None, *, max_tokens: int = 3, name: str | None = None
+        self,
+        tokens: list[int],
+        params: dict[str, Any] | None,
+        *,
+        max_tokens: int = 3,
+        name: str | None = None,
     ) -> str:
         """A request as the server's front end makes it: its id has a suffix of its own on each server."""
         name = name or f"req-{next(_names):08x}"
@@ -259,7 +267,9 @@ class Engine:
         mine = max(1, self.heads // self.tp)
         first = rank * self.heads // self.tp
         heads = torch.arange(first, first + mine).unsqueeze(1)
-        return (token % 1009) + position * 0.25 + layer * 4096.0 + heads * 16384.0 + torch.arange(2 * DIM) / 64
+        return (
+            (token % 1009) + position * 0.25 + layer * 4096.0 + heads * 16384.0 + torch.arange(2 * DIM) / 64
+        )
 
     def _compute(self, rank: int, layer: int, request: str, output: SchedulerOutput) -> None:
         tokens, table = self._tokens(request), self.tables[request]

@@ -116,7 +116,15 @@ class Server:
     def start(self) -> Server:
         """Starts it; see `ready`."""
         args = ["--model", str(MODEL), "--served-model-name", "smollm2", "--host", "127.0.0.1"]
-        args += ["--port", str(self.port), "--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", "64"]
+        args += [
+            "--port",
+            str(self.port),
+            "--max-model-len",
+            "2048",
+            "--enforce-eager",
+            "--max-num-seqs",
+            "64",
+        ]
         args += ["--block-size", str(self.block), "--dtype", "bfloat16", "--disable-uvicorn-access-log"]
         args += ["--distributed-executor-backend", "uni", *self.args]
         args.append("--enable-prefix-caching" if self.prefix_cache else "--no-enable-prefix-caching")
@@ -229,7 +237,10 @@ def stream(port: int, body: dict[str, Any]) -> tuple[list[str], bool]:
     connection = HTTPConnection("127.0.0.1", port, timeout=ANSWER_S)
     try:
         connection.request(
-            "POST", "/v1/completions", json.dumps({**body, "stream": True}), {"Content-Type": "application/json"}
+            "POST",
+            "/v1/completions",
+            json.dumps({**body, "stream": True}),
+            {"Content-Type": "application/json"},
         )
         answer = connection.getresponse()
         pieces = []

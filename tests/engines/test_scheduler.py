@@ -1,4 +1,6 @@
-"""vLLM's real scheduler with the connector: every order of events, each point of abort, failures with both policies."""
+"""vLLM's real scheduler with the connector: every order of events, each point of abort, failures with both
+policies.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def quiet(*engines: Engine) -> None:
 class Pair:
     """A prefill and a decode engine."""
 
-    def __init__(self, make: Make, *, p: dict[str, Any] | None = None, d: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, make: Make, *, p: dict[str, Any] | None = None, d: dict[str, Any] | None = None
+    ) -> None:
         self.source = f"127.0.0.1:{free_port()}"
         self.p = make("kv_producer", directory=self.source, **(p or {}))
         self.d = make("kv_consumer", **(d or {}))
@@ -56,7 +60,9 @@ class Pair:
         return self.prefill_leg(tokens, room), self.decode_leg(tokens, room, count)
 
     def prefill_leg(self, tokens: list[int], room: int) -> str:
-        return self.p.add(tokens, {"do_remote_decode": True, "do_remote_prefill": False, "room": room}, max_tokens=1)
+        return self.p.add(
+            tokens, {"do_remote_decode": True, "do_remote_prefill": False, "room": room}, max_tokens=1
+        )
 
     def decode_leg(self, tokens: list[int], room: int, count: int = 3) -> str:
         params = {"do_remote_prefill": True, "do_remote_decode": False, "room": room, "source": self.source}
@@ -83,7 +89,9 @@ def test_this_is_a_version_that_is_supported() -> None:
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
 @pytest.mark.parametrize("cross_layer", [False, True])
-def test_a_prompt_goes_over_whatever_the_order_of_its_pages(engine: Make, order: str, cross_layer: bool) -> None:
+def test_a_prompt_goes_over_whatever_the_order_of_its_pages(
+    engine: Make, order: str, cross_layer: bool
+) -> None:
     shape = {"order": order, "cross_layer": cross_layer}
     pair = Pair(engine, p=shape, d={"order": "NHD" if order == "HND" else "HND"})
     for n in (1, 15, 16, 17, 100):
@@ -198,7 +206,9 @@ def test_aborted_at_any_point_on_either_side_all_pages_come_back(
     pair.check(prompt(40, 7))
 
 
-def test_a_decode_request_that_is_aborted_in_the_queue_lets_prefill_go_without_the_proxy(engine: Make) -> None:
+def test_a_decode_request_that_is_aborted_in_the_queue_lets_prefill_go_without_the_proxy(
+    engine: Make,
+) -> None:
     pair = Pair(engine)
     a, b = pair.legs(prompt(60))
     until(lambda: bool(pair.p.answers[a]), pair.p)
@@ -277,7 +287,9 @@ def test_case_17_prefill_comes_back_at_its_address_and_the_next_prompt_goes_over
     pair.check(prompt(41))
 
 
-def test_case_17_decode_comes_back_and_a_prompt_that_was_for_the_old_one_gives_its_pages_back(engine: Make) -> None:
+def test_case_17_decode_comes_back_and_a_prompt_that_was_for_the_old_one_gives_its_pages_back(
+    engine: Make,
+) -> None:
     pair = Pair(engine, p={"batch": 32})
     _, b = pair.legs(prompt(100))
     pair.d.step()
@@ -297,7 +309,8 @@ def test_case_18_a_server_in_the_wrong_role_is_named_with_both_roles(
     other = engine("kv_consumer", listen=source)
     logging.getLogger("vllm").propagate = True
     b = d.add(
-        prompt(30), {"do_remote_prefill": True, "do_remote_decode": False, "room": kx.new_room(), "source": source}
+        prompt(30),
+        {"do_remote_prefill": True, "do_remote_decode": False, "room": kx.new_room(), "source": source},
     )
     until(lambda: d.idle, d, other)
     assert b in d.errors

@@ -1,4 +1,6 @@
-"""Real servers, real weights: greedy answers of a prefill and a decode server are those of one plain server."""
+"""Real servers, real weights: greedy answers of a prefill and a decode server are those of one plain
+server.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,17 @@ def servers(zygote: Zygote) -> Iterator[dict[str, Server]]:
         "p32": Server(zygote, "p32", "kv_producer", args=BLOCKS, extra={"timeout_s": 120}),
         "d32": Server(zygote, "d32", "kv_consumer", args=BLOCKS, extra=full),
         "p64": Server(
-            zygote, "p64", "kv_producer", block=64, prefix_cache=False, args=HALF_BLOCKS, extra={"timeout_s": 120}
+            zygote,
+            "p64",
+            "kv_producer",
+            block=64,
+            prefix_cache=False,
+            args=HALF_BLOCKS,
+            extra={"timeout_s": 120},
         ),
-        "d64": Server(zygote, "d64", "kv_consumer", block=64, prefix_cache=False, args=HALF_BLOCKS, extra=full),
+        "d64": Server(
+            zygote, "d64", "kv_consumer", block=64, prefix_cache=False, args=HALF_BLOCKS, extra=full
+        ),
     }
     for server in made.values():
         server.start()
@@ -168,8 +178,9 @@ def test_shared_prefixes_are_moved_once(servers: dict[str, Server], truth: Any) 
 
 
 def together(servers: dict[str, Server], truth: Any, p: str, d: str, prompts: list[str], tokens: int) -> None:
-    """Many at once: none fails, and each answer is the plain server's. Where the make-up of a batch has changed the
-    rounding, the same prompt alone must give the plain server's: that its pages arrived whole, checksums have said.
+    """Many at once: none fails, and each answer is the plain server's. Where the make-up of a batch has
+    changed the rounding, the same prompt alone must give the plain server's: that its pages arrived whole,
+    checksums have said.
     """
     body = [question(prompt, tokens) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -205,13 +216,16 @@ def hang_up(server: Server, body: dict[str, Any], after: float) -> None:
     """Sends a request and goes away."""
     data = json.dumps({**body, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-        connection.sendall(head.encode() + b"\r\n\r\n" + data)
+        lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+        head = "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""])
+        connection.sendall(head.encode() + data)
         time.sleep(after)
 
 
 @pytest.mark.parametrize("after", [0.0, 0.05, 0.3, 1.0])
-def test_a_client_that_hangs_up_leaves_no_page_held(servers: dict[str, Server], truth: Any, after: float) -> None:
+def test_a_client_that_hangs_up_leaves_no_page_held(
+    servers: dict[str, Server], truth: Any, after: float
+) -> None:
     p, d = servers["p32"], servers["d32"]
     room, body = kx.new_room(), question(f"{after} {STORY}", 64)
     legs = [
@@ -228,7 +242,9 @@ def test_a_client_that_hangs_up_leaves_no_page_held(servers: dict[str, Server], 
     right(early(p, d, question(SHORT)), truth(SHORT))
 
 
-def test_requests_in_the_wrong_place_end_in_an_error_or_are_computed(servers: dict[str, Server], truth: Any) -> None:
+def test_requests_in_the_wrong_place_end_in_an_error_or_are_computed(
+    servers: dict[str, Server], truth: Any
+) -> None:
     p, d = servers["p32"], servers["d32"]
     before = d.metric("kvxfer_missing_rooms_total")
     plain = post(d.port, question(LIST))
@@ -250,18 +266,28 @@ def in_flight(p: Server, d: Server, count: int) -> tuple[ThreadPoolExecutor, lis
     return pool, [pool.submit(early, p, d, question(prompt, 12)) for prompt in prompts], prompts
 
 
-def ended(ends: list[Any], prompts: list[str], truth: Any) -> None:
-    """Each ended in an explicit error or in the whole right answer, and none in a part of one."""
+def ended(ends: list[Any], prompts: list[str]) -> list[tuple[str, list[int]]]:
+    """Each ended in an explicit error or in a whole answer, and none in a part of one; the whole answers."""
+    answers = []
     for end, prompt in zip(ends, prompts, strict=True):
         _, answer = end.result()
         if isinstance(answer, OSError):
             continue
         assert answer.whole
         if answer.status == 200:
-            assert len(answer.tokens) == 12
             assert answer.body["choices"][0]["finish_reason"] == "length"
+            answers.append((prompt, answer.tokens))
         else:
             assert answer.status >= 500, answer.body
+    return answers
+
+
+def confirm(answers: list[tuple[str, list[int]]], p: Server, d: Server, truth: Any) -> None:
+    """Answers from a batch are the plain server's, or those of the same prompt alone are (see `together`)."""
+    for prompt, tokens in answers:
+        assert len(tokens) == 12
+        if tokens != truth(prompt, 12):
+            right(early(p, d, question(prompt, 12)), truth(prompt, 12))
 
 
 def test_case_17_decode_is_killed_and_comes_back(servers: dict[str, Server], truth: Any) -> None:
@@ -269,11 +295,12 @@ def test_case_17_decode_is_killed_and_comes_back(servers: dict[str, Server], tru
     pool, ends, prompts = in_flight(p, d, 6)
     time.sleep(1.0)
     d.kill()
-    ended(ends, prompts, truth)
+    answers = ended(ends, prompts)
     pool.shutdown()
     p.idle()
     d.start().ready()
     right(early(p, d, question(LIST)), truth(LIST))
+    confirm(answers, p, d, truth)
     p.idle()
     d.idle()
 
@@ -283,16 +310,19 @@ def test_case_17_prefill_is_killed_and_comes_back(servers: dict[str, Server], tr
     pool, ends, prompts = in_flight(p, d, 6)
     time.sleep(1.0)
     p.kill()
-    ended(ends, prompts, truth)
+    answers = ended(ends, prompts)
     pool.shutdown()
     d.idle()
     p.start().ready()
     right(early(p, d, question(LIST)), truth(LIST))
+    confirm(answers, p, d, truth)
     p.idle()
     d.idle()
 
 
-def test_after_the_storm_no_page_is_held_and_the_log_line_says_what_was_moved(servers: dict[str, Server]) -> None:
+def test_after_the_storm_no_page_is_held_and_the_log_line_says_what_was_moved(
+    servers: dict[str, Server],
+) -> None:
     for name, server in servers.items():
         server.idle()
         assert server.metric("vllm:kv_cache_usage_perc") == 0

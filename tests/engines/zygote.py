@@ -1,16 +1,28 @@
 """A process that has imported vLLM, and forks servers: importing it takes half a minute of a core each time.
 
-Reads one line of JSON for each server from standard input: `{"args": [...], "env": {...}, "log": path}`, and answers
-with its process id. What a server forks belongs to its process group. When standard input ends, all servers end.
+Reads one line of JSON for each server from standard input, `{"args": [...], "env": {...}, "log": path}`, and
+answers with its process id. What a server forks belongs to its process group. When standard input ends, all
+servers end.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import sys
 from typing import Any
+
+# What a server imports before it loads its model.
+_NEEDED = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.utils",
+    "vllm.v1.worker.cpu_worker",
+    "kvxfer.vllm.connector",
+)
 
 
 def serve(order: dict[str, Any]) -> None:
@@ -32,19 +44,17 @@ def main() -> int:
     """Forks on order, and ends what it forked."""
     import multiprocessing
 
-    import vllm.entrypoints.launchers.api_server.entry
-    import vllm.model_executor.models.llama
     import vllm.utils.system_utils as system
-    import vllm.v1.engine.core
-    import vllm.v1.engine.utils
-    import vllm.v1.worker.cpu_worker
+
+    for name in _NEEDED:
+        importlib.import_module(name)
 
     # The CPU platform asks for processes that import everything anew.
     fork = multiprocessing.get_context("fork")
     for name, module in list(sys.modules.items()):
-        if name.startswith("vllm.") and vars(module).get("get_mp_context") is system.get_mp_context:
-            if module is not system:
-                vars(module)["get_mp_context"] = lambda: fork
+        ours = name.startswith("vllm.") and module is not system
+        if ours and vars(module).get("get_mp_context") is system.get_mp_context:
+            vars(module)["get_mp_context"] = lambda: fork
     system.get_mp_context = lambda: fork  # type: ignore[assignment]
 
     print(json.dumps({"ready": True}), flush=True)

@@ -198,7 +198,11 @@ def test_plain_requests_are_at_home_on_a_server_of_both_roles() -> None:
     [
         ("kv_consumer", PREFILL_LEG, ("prefill leg", "kv_consumer")),
         ("kv_producer", DECODE_LEG, ("decode leg", "kv_producer")),
-        ("kv_both", {**DECODE_LEG, "do_remote_decode": True}, ("both do_remote_decode and do_remote_prefill",)),
+        (
+            "kv_both",
+            {**DECODE_LEG, "do_remote_decode": True},
+            ("both do_remote_decode and do_remote_prefill",),
+        ),
         ("kv_consumer", {**DECODE_LEG, "room": -1}, ("63 bits",)),
         ("kv_consumer", {**DECODE_LEG, "room": 2**63}, ("63 bits",)),
         ("kv_consumer", {**DECODE_LEG, "room": "7x"}, ("63 bits",)),

@@ -54,7 +54,9 @@ class FakeAgent:
     def expect(self, room: int, pages: Any, *, start: int, tokens: int, source: str, **kwargs: Any) -> None:
         self._call("expect", room, list(pages), start, tokens, source)
 
-    def push(self, room: int, pages: Any, *, start: int, tokens: int, layers: Any, last: bool, **kw: Any) -> Any:
+    def push(
+        self, room: int, pages: Any, *, start: int, tokens: int, layers: Any, last: bool, **kw: Any
+    ) -> Any:
         self._call("push", room, list(pages), start, tokens, layers, last)
         return SimpleNamespace(id=len(self.calls), room=room)
 
@@ -119,7 +121,9 @@ def test_a_tile_that_a_chunk_leaves_unfinished_goes_with_the_next_one(agent: Fak
     step(r, opens=[Open("p", 7)], chunks=[Chunk("p", 7, 0, 48, (1,), False)])
     step(r, chunks=[Chunk("p", 7, 48, 60, (1,), False)])
     step(r, chunks=[Chunk("p", 7, 60, 100, (1, 2), True)])
-    first_layer = [(start, tokens, pages) for _, pages, start, tokens, layers, _ in agent.named("push") if layers[0] == 0]
+    first_layer = [
+        (start, tokens, pages) for _, pages, start, tokens, layers, _ in agent.named("push") if layers[0] == 0
+    ]
     assert first_layer == [(0, 1, [1]), (1, 3, [1, 2])]
 
 
@@ -144,7 +148,9 @@ def test_case_05_units_of_blocks_of_any_size_cover_a_prompt_exactly_once(agent: 
                 assert seen == list(range(-(-prompt // 32)))
 
 
-def test_a_sent_room_is_reported_once_when_both_the_request_and_its_reading_have_ended(agent: FakeAgent) -> None:
+def test_a_sent_room_is_reported_once_when_both_the_request_and_its_reading_have_ended(
+    agent: FakeAgent,
+) -> None:
     for early in (False, True):
         r = rank(agent)
         step(r, opens=[Open("p", 7)], chunks=[CHUNK])
@@ -190,7 +196,9 @@ def test_a_load_that_ends_well_is_reported_once(agent: FakeAgent) -> None:
     assert agent.named("cancel") == []
 
 
-def test_an_aborted_load_is_cancelled_and_reported_when_nothing_can_be_written_any_more(agent: FakeAgent) -> None:
+def test_an_aborted_load_is_cancelled_and_reported_when_nothing_can_be_written_any_more(
+    agent: FakeAgent,
+) -> None:
     r = rank(agent)
     step(r, grants=[GRANT])
     assert step(r, cancels=["d"]) == NOTHING
@@ -305,7 +313,12 @@ def test_numbers_add_up_and_hooks_alone_are_no_log_line(agent: FakeAgent) -> Non
     step(r)
     r.stats.hook("poll", 2e-6)
     data = r.stats.take()
-    assert (data["rooms_in"], data["bytes_in"], data["wait_s"], data["transfer_s"]) == (1, 100, [0.003], [0.0005])
+    assert (data["rooms_in"], data["bytes_in"], data["wait_s"], data["transfer_s"]) == (
+        1,
+        100,
+        [0.003],
+        [0.0005],
+    )
     total = stats.merge(stats.merge({}, data), data)
     line = stats.reduce(total)
     assert (line["rooms_in"], line["wait_p50_ms"], line["poll_p99_us"]) == (2, 3.0, 2.0)

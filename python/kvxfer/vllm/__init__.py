@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["KvxferConnector"]  # noqa: F822, taken by __getattr__
+__all__ = ["KvxferConnector"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,13 @@
 """The class that vLLM loads: its hooks, each of which hands on to `scheduler` or `worker`.
 
-Supports vLLM 0.32 and 0.33. Of 0.33's hooks for sleep mode it says that it does not take part, since the agent's
-peers know the memory for as long as the engine lives.
+Supports vLLM 0.32 and 0.33. Of 0.33's hooks for sleep mode it says that it does not take part, since the
+agent's peers know the memory for as long as the engine lives.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -28,7 +29,6 @@ from vllm.v1.request import RequestStatus
 
 import kvxfer as kx
 from kvxfer.vllm import layout as forms
-from kvxfer.vllm import stats as numbers
 from kvxfer.vllm.meta import Orders
 from kvxfer.vllm.prometheus import KvxferPromMetrics, KvxferStats
 from kvxfer.vllm.scheduler import Books, Scheduled
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 __all__ = ["KvxferConnector", "KvxferMetadata"]
@@ -97,8 +96,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         groups = len(kv_cache_config.kv_cache_groups)
         if groups > 1:
             raise kx.NotSupported(
-                f"the model has {groups} groups of KV pages, and KvxferConnector hands off one so far: start vLLM"
-                " with --disable-hybrid-kv-cache-manager"
+                f"the model has {groups} groups of KV pages, and KvxferConnector hands off one so far: start"
+                " vLLM with --disable-hybrid-kv-cache-manager"
             )
         self._block_size: int = vllm_config.cache_config.block_size
         self._books: Books | None = None
@@ -115,9 +114,13 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         """Looks at what a request asks for."""
-        self._its_books().new_request(request.request_id, request.kv_transfer_params, request.num_prompt_tokens)
+        self._its_books().new_request(
+            request.request_id, request.kv_transfer_params, request.num_prompt_tokens
+        )
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """How much of the prompt comes from the prefill engine."""
         return self._its_books().matched(request.request_id, num_computed_tokens)
 
@@ -175,15 +178,15 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         held = shard.layers(form.layout)
         if len(held) != len(tensors):
             raise kx.NotSupported(
-                f"{len(tensors)} KV cache tensors for {len(held)} layers of this rank: layers that share pages, or"
-                " that have none, are not supported yet"
+                f"{len(tensors)} KV cache tensors for {len(held)} layers of this rank: layers that share"
+                " pages, or that have none, are not supported yet"
             )
         copied = None
         if form.converts is not None:
             copied = _Copied(tensors, held.start, form.converts)
             _log.info(
-                "kvxfer: blocks of %d tokens are kept a second time with their tiles apart (%.0f MB); blocks of %d"
-                " tokens need no copy",
+                "kvxfer: blocks of %d tokens are kept a second time with their tiles apart (%.0f MB); blocks"
+                " of %d tokens need no copy",
                 self._block_size,
                 sum(item.nbytes for item in copied.memory) / 1e6,
                 forms.TILE,
@@ -235,8 +238,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Takes a step's orders before it computes: pages that were taken away must be back before they are written
-        (the CPU's runner does not call `handle_preemptions`), and grants that wait for a step cost the first token.
+        """Takes a step's orders before it computes: pages that were taken away must be back before they are
+        written (the CPU's runner does not call `handle_preemptions`), and grants that wait for a step cost
+        the first token.
         """
         super().bind_connector_metadata(connector_metadata)
         if self._rank is not None and isinstance(connector_metadata, KvxferMetadata):
@@ -250,7 +254,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_layer_load(self, layer_name: str) -> None:
         """No step waits for a load: vLLM schedules a request when its load has ended."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """A layer is computed: it is pushed while the next one is."""
         if self._rank is not None:
             began = time.perf_counter()
@@ -334,10 +340,10 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for name, tensor in kv_caches.items():
             if (tensor.shape, tensor.stride(), tensor.dtype) != (first.shape, first.stride(), first.dtype):
                 raise kx.NotSupported(
-                    f"KV cache of {name} has shape {list(tensor.shape)}, and the first layer's {list(first.shape)}:"
-                    " layers that differ are not supported yet"
+                    f"KV cache of {name} has shape {list(tensor.shape)}, and the first layer's"
+                    f" {list(first.shape)}: layers that differ are not supported yet"
                 )
-        steps = {b.data_ptr() - a.data_ptr() for a, b in zip(tensors, tensors[1:], strict=False)}
+        steps = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(tensors)}
         return forms.Cache(
             shape=tuple(first.shape),
             strides=tuple(first.stride()),
@@ -364,12 +370,16 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return int(get_pp_group().rank_in_group)
 
     def _model_name(self) -> str:
-        """What both sides must have in common: the model's name and what its configuration says of its sizes."""
+        """What both sides must have in common: the model's name and what its configuration says of its
+        sizes.
+        """
         if self._kx.model is not None:
             return self._kx.model
         model = self._vllm_config.model_config
         text = model.hf_text_config.to_dict()
-        sizes = {key: value for key, value in text.items() if isinstance(value, (int, float)) and key[0] != "_"}
+        sizes = {
+            key: value for key, value in text.items() if isinstance(value, (int, float)) and key[0] != "_"
+        }
         digest = hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:12]
         return f"{PurePath(model.model).name}:{digest}"
 

@@ -1,14 +1,15 @@
 """How KV pages lie in vLLM's tensors, as a `PageLayout`.
 
-vLLM gives each layer a tensor [blocks, heads, tokens, 2 * head_dim], whatever the order in memory. What is inside a
-block depends on the attention kernel:
+vLLM gives each layer a tensor [blocks, heads, tokens, 2 * head_dim], whatever the order in memory. What is
+inside a block depends on the attention kernel:
 
-* **rows**: K and V side by side for each token of each head (GPU kernels), head or token first. The unit that moves
-  is a token.
-* **tiles**: vLLM's CPU kernel keeps, for each head of a block, K's half and then V's, and orders the elements of 32
-  tokens in its own way inside (K transposed). The unit that moves is a *tile*: 32 tokens of one head, K and then V.
-  In a block of 32 tokens this is what lies in memory. In larger blocks the tiles' elements are interleaved: such an
-  engine keeps a second copy of its pages in which they are apart, and is converted on the way.
+* **rows**: K and V side by side for each token of each head (GPU kernels), head or token first. The unit that
+  moves is a token.
+* **tiles**: vLLM's CPU kernel keeps, for each head of a block, K's half and then V's, and orders the elements
+  of 32 tokens in its own way inside (K transposed). The unit that moves is a *tile*: 32 tokens of one head, K
+  and then V. In a block of 32 tokens this is what lies in memory. In larger blocks the tiles' elements are
+  interleaved: such an engine keeps a second copy of its pages in which they are apart, and is converted on
+  the way.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Form:
     unit: int
     # What both sides must have in common beyond the layout.
     mode: str
-    # Kernel whose blocks need converting, and so a second copy of the pages; None where the memory is as it should be.
+    # Kernel whose blocks need converting, and so a second copy of the pages; None where the memory is as it
+    # should be.
     converts: str | None = None
 
 
@@ -93,7 +95,8 @@ def _probe(model: Model) -> PageLayout:
 def _tiles(cache: Cache, model: Model, tokens: int, unit: Literal["tile", "block"]) -> Form:
     if tokens % TILE:
         raise NotSupported(
-            f"blocks of {tokens} tokens: vLLM's CPU kernels keep tiles of {TILE}; set --block-size to a multiple"
+            f"blocks of {tokens} tokens: vLLM's CPU kernels keep tiles of {TILE}; set --block-size to a"
+            " multiple"
         )
     if cache.strides != _contiguous(cache.shape):
         raise NotSupported(f"KV cache tensors with strides {list(cache.strides)}, which are not contiguous")
@@ -115,7 +118,9 @@ def _rows(cache: Cache, model: Model, tokens: int) -> Form:
     page, head, token, element = cache.strides
     _, heads, _, content = cache.shape
     if element != 1:
-        raise NotSupported(f"KV cache tensors with strides {list(cache.strides)}: elements must be side by side")
+        raise NotSupported(
+            f"KV cache tensors with strides {list(cache.strides)}: elements must be side by side"
+        )
     if token == content and head == content * tokens:
         order = "HND"
     elif head == content and token == content * heads:
@@ -181,8 +186,8 @@ def can_convert(isa: str) -> bool:
 
 
 def tiles_of(blocks: Any, isa: str) -> Any:
-    """Blocks as the kernel keeps them [n, heads, tokens, 2 * head_dim] with their tiles apart, as a new tensor
-    [n, heads, tiles, 2, 32 * head_dim].
+    """Blocks as the kernel keeps them [n, heads, tokens, 2 * head_dim] with their tiles apart, as a new
+    tensor [n, heads, tiles, 2, 32 * head_dim].
     """
     n, heads, tokens, content = blocks.shape
     tiles, head_dim = tokens // TILE, content // 2

@@ -71,14 +71,18 @@ class Books:
         self.refused_requests = 0
 
     def new_request(self, request: str, params: Mapping[str, Any] | None, prompt: int) -> None:
-        """A request has come. What is wrong with it is found and said here, and it fails when it is its turn."""
+        """A request has come. What is wrong with it is found and said here, and it fails when it is its
+        turn.
+        """
         asks = [key for key in _ASKS if params and params.get(key)]
         if not asks:
             if self._settings.role != "kv_both":
                 self._missing(request, "it came without kv_transfer_params")
             return
         if len(asks) == 2:
-            self._refuse(request, "its kv_transfer_params ask for both do_remote_decode and do_remote_prefill")
+            self._refuse(
+                request, "its kv_transfer_params ask for both do_remote_decode and do_remote_prefill"
+            )
             return
         assert params is not None
         fits = self._settings.prefills if asks[0] == "do_remote_decode" else self._settings.decodes
@@ -91,8 +95,8 @@ class Books:
             return
         room = params.get("room")
         if room is None and asks[0] == "do_remote_decode":
-            # A proxy that calls prefill first and gives the answer's kv_transfer_params to decode needs no room of
-            # its own.
+            # A proxy that calls prefill first and gives the answer's kv_transfer_params to decode needs no
+            # room of its own.
             room = new_room()
         if room is None:
             self._missing(request, "its kv_transfer_params have no room")
@@ -116,7 +120,9 @@ class Books:
         self._in[request] = _In(number, source, prompt)
 
     def matched(self, request: str, computed: int) -> tuple[int, bool]:
-        """How many tokens after the `computed` ones come from elsewhere, and whether while the engine goes on."""
+        """How many tokens after the `computed` ones come from elsewhere, and whether while the engine goes
+        on.
+        """
         if request in self._refused:
             # Asking for one token is what gives it pages, so that its load can fail.
             return 1, True
@@ -169,9 +175,7 @@ class Books:
                 continue
             size = self._block_size
             pages = tuple(out.blocks[out.sent // size : -(-end // size)])
-            orders.chunks.append(
-                Chunk(item.request, out.room, out.sent, end, pages, last=end == out.prompt)
-            )
+            orders.chunks.append(Chunk(item.request, out.room, out.sent, end, pages, last=end == out.prompt))
             out.sent = end
         return orders
 
@@ -180,8 +184,8 @@ class Books:
         self._refused.pop(request, None)
         if (item := self._in.pop(request, None)) is not None:
             if item.granted:
-                # vLLM itself keeps the pages of a load that it waits for. One that has ended is not known to the
-                # worker any more, and cancelling it does nothing.
+                # vLLM itself keeps the pages of a load that it waits for. One that has ended is not known to
+                # the worker any more, and cancelling it does nothing.
                 self._orders.cancels.append(request)
             else:
                 self._abandon(request, item)
@@ -213,9 +217,7 @@ class Books:
     def _abandon(self, request: str, item: _In) -> None:
         """Tells prefill that nobody waits for a room: grants nothing in it, and gives it up."""
         self._in.pop(request, None)
-        self._orders.grants.append(
-            Grant(request, item.room, item.source, item.prompt, item.prompt, ())
-        )
+        self._orders.grants.append(Grant(request, item.room, item.source, item.prompt, item.prompt, ()))
         self._orders.cancels.append(request)
 
     def _missing(self, request: str, why: str) -> None:
@@ -229,7 +231,7 @@ class Books:
         elif self.missing_rooms == 1:
             _log.warning(
                 "kvxfer: request %s is computed here alone, since %s. Requests should come through the proxy"
-                " (kvxfer proxy); this %s server counts such requests (kvxfer_missing_rooms) and says so once.",
+                " (kvxfer proxy); this %s server counts them (kvxfer_missing_rooms) and says so once.",
                 request,
                 why,
                 self._settings.role,

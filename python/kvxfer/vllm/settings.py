@@ -25,7 +25,8 @@ _AGENT_ROLES: dict[str, Literal["prefill", "decode", "both"]] = {
     "kv_both": "both",
 }
 
-# Fields of vLLM's own, over all versions that are supported, with the value that says nothing and what to use.
+# Fields of vLLM's own, over all versions that are supported, with the value that says nothing and what to
+# use.
 _NOT_USED: dict[str, tuple[tuple[object, ...], str]] = {
     "kv_port": ((14579, None), "set `directory` (host:port) in kv_connector_extra_config"),
     "kv_ip": (("127.0.0.1", None), "set `listen` and `directory` in kv_connector_extra_config"),
@@ -117,12 +118,14 @@ def refuse_fields(config: object) -> None:
     for name, (silent, instead) in _NOT_USED.items():
         value = getattr(config, name, None)
         if value not in silent:
-            raise BadArgument(f"kv-transfer-config: {name}={value!r} is not used by KvxferConnector: {instead}")
+            raise BadArgument(
+                f"kv-transfer-config: {name}={value!r} is not used by KvxferConnector: {instead}"
+            )
     device = getattr(config, "kv_buffer_device", None)
     if device not in (None, *_DEVICES):
         raise NotSupported(
-            f"kv-transfer-config: kv_buffer_device={device!r}: KvxferConnector moves pages in host memory only"
-            " so far; run vLLM on the CPU, or leave the field out"
+            f"kv-transfer-config: kv_buffer_device={device!r}: KvxferConnector moves pages in host memory"
+            " only so far; run vLLM on the CPU, or leave the field out"
         )
 
 
@@ -195,8 +198,8 @@ def read_settings(
     if left:
         known = sorted(set(Settings.__dataclass_fields__) - {"role", "engine"})
         raise BadArgument(
-            f"kv_connector_extra_config has {', '.join(map(repr, sorted(left)))}, which KvxferConnector does not"
-            f" know; it knows {', '.join(known)}"
+            f"kv_connector_extra_config has {', '.join(map(repr, sorted(left)))}, which KvxferConnector does"
+            f" not know; it knows {', '.join(known)}"
         )
     return settings
 

@@ -17,7 +17,10 @@ COUNTERS = {
     "rooms_out": ("kvxfer_rooms_sent", "Prompts whose KV cache was handed to another engine, by rank."),
     "rooms_in": ("kvxfer_rooms_received", "Prompts whose KV cache came from another engine, by rank."),
     "failed_out": ("kvxfer_rooms_sent_failed", "Hand-offs to another engine that failed or were cancelled."),
-    "failed_in": ("kvxfer_rooms_received_failed", "Hand-offs from another engine that failed or were cancelled."),
+    "failed_in": (
+        "kvxfer_rooms_received_failed",
+        "Hand-offs from another engine that failed or were cancelled.",
+    ),
     "bytes_out": ("kvxfer_sent_bytes", "Bytes of KV cache delivered to other engines."),
     "bytes_in": ("kvxfer_received_bytes", "Bytes of KV cache that came from other engines."),
     "missing_rooms": ("kvxfer_missing_rooms", "Requests that came without a room, not through the proxy."),
@@ -28,7 +31,10 @@ SERIES = {
     "transfer_s": ("kvxfer_transfer_seconds", "From the first byte of a hand-off to its last."),
 }
 HOOKS = ("step", "save", "poll")
-HOOK_METRIC = ("kvxfer_hook_seconds", "Time that the connector takes from the engine's loop in a step, by hook.")
+HOOK_METRIC = (
+    "kvxfer_hook_seconds",
+    "Time that the connector takes from the engine's loop in a step, by hook.",
+)
 
 
 @dataclass

@@ -93,8 +93,8 @@ class _Slice:
 
 
 class Rank:
-    """One rank's hand-offs. All of its methods are called by the engine's loop, and none of them waits, but for
-    pages that vLLM takes away from a request in the middle of its hand-off.
+    """One rank's hand-offs. All of its methods are called by the engine's loop, and none of them waits, but
+    for pages that vLLM takes away from a request in the middle of its hand-off.
     """
 
     def __init__(
@@ -372,8 +372,8 @@ class Rank:
                     out.failed = True
                     self._give_up(out)
                 _log.error(
-                    "kvxfer: %d preempted requests are not handed off: the other engine still reads their pages"
-                    " after %.0f s",
+                    "kvxfer: %d preempted requests are not handed off: the other engine still reads their"
+                    " pages after %.0f s",
                     len(outs),
                     _RETRACT_S,
                 )
