@@ -15,10 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of which there is only the configuration."""
-    from lab import tiny_model
-
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
+    """Where models are of which there is only the configuration."""
+    return tmp_path_factory.mktemp("tiny")
 
 
 @pytest.fixture

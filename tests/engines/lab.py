@@ -36,16 +36,16 @@ VOCAB = 50_000
 _names = itertools.count()
 
 
-def tiny_model(folder: Path) -> Path:
+def tiny_model(folder: Path, heads: int = HEADS) -> Path:
     """A Llama of which there is nothing but its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": HEADS * DIM,
+        "hidden_size": 12 * DIM,
         "intermediate_size": 64,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
+        "num_attention_heads": 12,
+        "num_key_value_heads": heads,
         "num_hidden_layers": LAYERS,
         "head_dim": DIM,
         "vocab_size": VOCAB,
@@ -67,8 +67,9 @@ class Engine:
 
     def __init__(
         self,
-        model: Path,
+        folder: Path,
         role: str,
+        /,
         *,
         tp: int = 1,
         block: int = 16,
@@ -84,7 +85,7 @@ class Engine:
     ) -> None:
         self.block, self.tp, self.heads = block, tp, heads
         config = EngineArgs(
-            model=str(model),
+            model=str(tiny_model(folder / f"heads-{heads}", heads)),
             skip_tokenizer_init=True,
             load_format="dummy",
             dtype="float32",
@@ -104,7 +105,6 @@ class Engine:
             ),
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
-        config.model_config.hf_text_config.num_key_value_heads = heads
         self.config: VllmConfig = config
         names = [f"layer.{i}" for i in range(LAYERS)]
         mine = max(1, heads // tp)
@@ -180,6 +180,14 @@ class Engine:
         self.scheduler.add_request(request)
         self.answers[name] = []
         return name
+
+    def preempt(self) -> None:
+        """Takes the pages of all that run, as vLLM does where they are short, and empties the prefix cache."""
+        try:
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError as error:
+            # Pages of hand-offs stay where they are; what ran was preempted all the same.
+            assert "remote KV transfer" in str(error)
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)

@@ -226,7 +226,7 @@ def test_case_10_a_preempted_prompt_is_computed_and_pushed_again(engine: Make, t
     pair.d.step()
     for _ in range(turns):
         pair.p.step()
-    pair.p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    pair.p.preempt()
     # Another request takes the pages at once.
     c, e = pair.legs(prompt(64, 5))
     until(lambda: len(pair.d.answers[b]) == 3 and len(pair.d.answers[e]) == 3, pair.p, pair.d)
@@ -242,7 +242,7 @@ def test_a_preempted_answer_is_computed_at_decode_and_not_asked_for_again(engine
     tokens = prompt(50)
     _, b = pair.legs(tokens, 6)
     until(lambda: len(pair.d.answers[b]) == 3, pair.p, pair.d)
-    pair.d.scheduler.reset_prefix_cache(reset_running_requests=True)
+    pair.d.preempt()
     until(lambda: len(pair.d.answers[b]) == 6, pair.p, pair.d)
     assert pair.d.answers[b] == answer_of(tokens, 6)
     assert pair.d.received == [b]
@@ -413,7 +413,7 @@ def test_any_order_of_events_never_ends_in_a_wrong_token_a_second_report_or_a_pa
             pair.d.abort(b)
             done.append((tokens, a, b, True))
         elif what < 0.14:
-            dice.choice([pair.p, pair.d]).scheduler.reset_prefix_cache(reset_running_requests=True)
+            dice.choice([pair.p, pair.d]).preempt()
         elif what < 0.57:
             pair.p.step()
         else:

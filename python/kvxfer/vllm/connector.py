@@ -104,6 +104,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._rank: Rank | None = None
         self._agent: kx.Agent | None = None
         self._layers: dict[str, int] = {}
+        self._tensors: list[torch.Tensor] = []
         self._saved_s = 0.0
         self._orders = Orders()
         if role == KVConnectorRole.SCHEDULER:
@@ -191,7 +192,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 sum(item.nbytes for item in copied.memory) / 1e6,
                 forms.TILE,
             )
-        memory: Any = tensors if copied is None else copied.memory
+        # As addresses, since the axes of some are not in the order of memory; the tensors live as long as we do.
+        self._tensors = tensors if copied is None else copied.memory
+        memory = [(tensor.data_ptr(), _extent(tensor)) for tensor in self._tensors]
         if form.layout.cross_layer:
             first = min(tensors, key=lambda tensor: tensor.data_ptr())
             memory = [(first.data_ptr(), first.stride(0) * first.element_size() * first.shape[0])]
@@ -382,6 +385,12 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         }
         digest = hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:12]
         return f"{PurePath(model.model).name}:{digest}"
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last + 1) * tensor.element_size())
 
 
 def _scheduled(output: SchedulerOutput, counts: dict[str, int]) -> Iterable[Scheduled]:

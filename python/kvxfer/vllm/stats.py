@@ -21,7 +21,10 @@ COUNTERS = {
         "kvxfer_rooms_received_failed",
         "Hand-offs from another engine that failed or were cancelled.",
     ),
-    "bytes_out": ("kvxfer_sent_bytes", "Bytes of KV cache delivered to other engines."),
+    "bytes_out": (
+        "kvxfer_sent_bytes",
+        "Bytes of KV cache written to other engines; none where they read them, as over shared memory.",
+    ),
     "bytes_in": ("kvxfer_received_bytes", "Bytes of KV cache that came from other engines."),
     "missing_rooms": ("kvxfer_missing_rooms", "Requests that came without a room, not through the proxy."),
     "refused": ("kvxfer_refused_requests", "Requests that could not be served in this server's role."),
