@@ -166,8 +166,7 @@ def main() -> int:
                 time.sleep(0.2)
             say(
                 f"handed off  {seen['kvxfer_received_bytes_total'] / 1e3:.0f} kB of KV cache"
-                f" in {seen['kvxfer_transfer_seconds_sum'] * 1e3:.1f} ms, after"
-                f" {seen['kvxfer_wait_seconds_sum'] * 1e3:.0f} ms in which prefill computed"
+                f" in {seen['kvxfer_transfer_seconds_sum'] * 1e3:.0f} ms, layer by layer as prefill computed"
             )
             if alone["token_ids"] != pair["token_ids"]:
                 say("the two answers DIFFER")

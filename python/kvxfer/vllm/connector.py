@@ -192,7 +192,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 sum(item.nbytes for item in copied.memory) / 1e6,
                 forms.TILE,
             )
-        # As addresses, since the axes of some are not in the order of memory; the tensors live as long as we do.
+        # As addresses, since the axes of some are not in the order of memory; we keep the tensors alive.
         self._tensors = tensors if copied is None else copied.memory
         memory = [(tensor.data_ptr(), _extent(tensor)) for tensor in self._tensors]
         if form.layout.cross_layer:

@@ -30,8 +30,8 @@ COUNTERS = {
     "refused": ("kvxfer_refused_requests", "Requests that could not be served in this server's role."),
 }
 SERIES = {
-    "wait_s": ("kvxfer_wait_seconds", "From the grant to the first byte: prefill's queue and computing."),
-    "transfer_s": ("kvxfer_transfer_seconds", "From the first byte of a hand-off to its last."),
+    "wait_s": ("kvxfer_wait_seconds", "From the grant until prefill had its first layer ready."),
+    "transfer_s": ("kvxfer_transfer_seconds", "From a hand-off's first layer to its last byte."),
 }
 HOOKS = ("step", "save", "poll")
 HOOK_METRIC = (

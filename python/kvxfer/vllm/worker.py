@@ -12,13 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer._agent import Agent
 from kvxfer._kvxfer import Event, Push
 from kvxfer.errors import KvxferError, QueueFull, UnknownRoom
 from kvxfer.vllm.meta import Chunk, Grant, Orders
 from kvxfer.vllm.settings import Settings
 from kvxfer.vllm.stats import StepStats
 
-__all__ = ["AgentLike", "Pages", "Rank", "Results"]
+__all__ = ["Pages", "Rank", "Results"]
 
 _log = logging.getLogger("vllm.kvxfer")
 
@@ -26,19 +27,6 @@ _log = logging.getLogger("vllm.kvxfer")
 _RETRACT_S = 30.0
 # How long a full queue is waited for; the transfer thread empties thousands of orders a millisecond.
 _QUEUE_S = 5.0
-
-
-class AgentLike(Protocol):
-    """What of `kvxfer.Agent` is used here."""
-
-    def expect(self, room: int, pages: Any, **kwargs: Any) -> None: ...
-    def open(self, room: int, **kwargs: Any) -> None: ...
-    def push(self, room: int, pages: Any, **kwargs: Any) -> Push: ...
-    def retract(self, push: Push) -> None: ...
-    def cancel(self, room: int) -> None: ...
-    def poll(self) -> list[Event]: ...
-    def state(self, room: int) -> str | None: ...
-    def fileno(self) -> int: ...
 
 
 class Pages(Protocol):
@@ -99,7 +87,7 @@ class Rank:
 
     def __init__(
         self,
-        agent: AgentLike,
+        agent: Agent,
         settings: Settings,
         *,
         unit: int,
