@@ -8,8 +8,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,6 +22,10 @@ pytestmark = pytest.mark.timeout(900)
 
 BLOCKS = ("--num-gpu-blocks-override", "320")
 HALF_BLOCKS = ("--num-gpu-blocks-override", "160")
+
+# In natural logarithms. Weights and KV are bfloat16, whose rounding moves the model's logits by up to about
+# this.
+TIE = 0.25
 
 SHORT = "The capital of France is"
 STORY = "Once upon a time there was a small dog who lived in a big house near the sea. " * 24
@@ -64,18 +69,39 @@ def servers(zygote: Zygote) -> Iterator[dict[str, Server]]:
     close_all(made.values())
 
 
-@pytest.fixture(scope="session")
-def truth(servers: dict[str, Server]) -> Any:
-    """What the plain server answers when asked alone, remembered."""
-    known: dict[str, list[int]] = {}
+@dataclass(frozen=True)
+class Truth:
+    """What the plain server answers when asked alone."""
 
-    def ask(prompt: str, tokens: int = 16) -> list[int]:
-        key = f"{tokens} {prompt}"
-        if key not in known:
-            answer = post(servers["plain"].port, question(prompt, tokens))
+    tokens: list[int]
+    # How much likelier each token was than the next best, in natural logarithms.
+    margins: list[float]
+
+    def check(self, tokens: list[int]) -> bool:
+        """Whether an answer is the same. It may depart from the truth only at a tie: what else a batch or a
+        prefix cache holds changes how the CPU's kernels round, and a tie is what rounding decides.
+        """
+        assert len(tokens) == len(self.tokens)
+        if tokens == self.tokens:
+            return True
+        first = next(i for i, (a, b) in enumerate(zip(tokens, self.tokens, strict=True)) if a != b)
+        assert self.margins[first] < TIE, (tokens, self)
+        return False
+
+
+@pytest.fixture(scope="session")
+def truth(servers: dict[str, Server]) -> Callable[..., Truth]:
+    """Asks the plain server alone, once for each prompt."""
+    known: dict[tuple[str, int], Truth] = {}
+
+    def ask(prompt: str, tokens: int = 16) -> Truth:
+        if (prompt, tokens) not in known:
+            answer = post(servers["plain"].port, {**question(prompt, tokens), "logprobs": 2})
             assert answer.status == 200, answer.body
-            known[key] = answer.tokens
-        return known[key]
+            best = answer.body["choices"][0]["logprobs"]["top_logprobs"]
+            margins = [max(item.values()) - min(item.values()) for item in best]
+            known[prompt, tokens] = Truth(answer.tokens, margins)
+        return known[prompt, tokens]
 
     return ask
 
@@ -114,14 +140,19 @@ def late(p: Server, d: Server, body: dict[str, Any]) -> tuple[Answer, Answer]:
     return first, post(d.port, {**body, "kv_transfer_params": first.body["kv_transfer_params"]})
 
 
-def right(ends: tuple[Answer | OSError, Answer | OSError], wanted: list[int]) -> None:
-    """Both legs ended well, and the answer is the plain server's."""
+def whole(ends: tuple[Answer | OSError, Answer | OSError]) -> list[int]:
+    """Both legs ended well; the answer."""
     for end in ends:
         assert isinstance(end, Answer), end
         assert end.status == 200, end.body
     answer = ends[1]
     assert isinstance(answer, Answer)
-    assert answer.tokens == wanted
+    return answer.tokens
+
+
+def right(ends: tuple[Answer | OSError, Answer | OSError], wanted: Truth) -> None:
+    """Both legs ended well, and the answer is the plain server's, token for token."""
+    assert whole(ends) == wanted.tokens
 
 
 PAIRS = [("p32", "d32"), ("p32", "d64"), ("p64", "d32"), ("p64", "d64")]
@@ -130,7 +161,7 @@ PAIRS = [("p32", "d32"), ("p32", "d64"), ("p64", "d32"), ("p64", "d64")]
 @pytest.mark.parametrize(("p", "d"), PAIRS)
 @pytest.mark.parametrize("prompt", [SHORT, LIST, STORY[:700], STORY], ids=["short", "list", "long", "longer"])
 def test_case_05_answers_are_the_plain_servers_token_for_token(
-    servers: dict[str, Server], truth: Any, p: str, d: str, prompt: str
+    servers: dict[str, Server], truth: Callable[..., Truth], p: str, d: str, prompt: str
 ) -> None:
     wanted = truth(prompt)
     before = servers[d].metric("kvxfer_rooms_received_total")
@@ -146,14 +177,14 @@ def test_the_capital_of_france(servers: dict[str, Server]) -> None:
     assert answer.text.startswith(" Paris")
 
 
-def test_late_choice_prefill_first_and_decode_by_its_answer(servers: dict[str, Server], truth: Any) -> None:
-    for prompt in (LIST, STORY[:500]):
-        right(late(servers["p32"], servers["d32"], question(prompt)), truth(prompt))
+def test_late_choice_prefill_first_and_decode_by_its_answer(servers: dict[str, Server], truth: Callable[...,
+Truth]) -> None: for prompt in (LIST, STORY[:500]): right(late(servers["p32"], servers["d32"],
+question(prompt)), truth(prompt))
 
 
-def test_a_stream_is_the_whole_answer(servers: dict[str, Server], truth: Any) -> None:
+def test_a_stream_is_the_whole_answer(servers: dict[str, Server]) -> None:
     room = kx.new_room()
-    body = question(STORY[:600], 24)
+    body = question(f"A stream. {STORY[:600]}", 24)
     with ThreadPoolExecutor(1) as pool:
         leg = pool.submit(prefill_leg, servers["p32"], body, room)
         params = decode_params(servers["p32"].directory, str(room))
@@ -164,48 +195,42 @@ def test_a_stream_is_the_whole_answer(servers: dict[str, Server], truth: Any) ->
     assert "".join(pieces) == post(servers["plain"].port, body).text
 
 
-def test_shared_prefixes_are_moved_once(servers: dict[str, Server], truth: Any) -> None:
+def test_shared_prefixes_are_moved_once(servers: dict[str, Server], truth: Callable[..., Truth]) -> None:
     p, d = servers["p32"], servers["d32"]
     head = "In the year 1066 a battle took place on a hill in the south of England. " * 12
     moved = []
     for tail in ("Who won?", "Who lost?", "Where was it?"):
         before = d.metric("kvxfer_received_bytes_total")
-        right(early(p, d, question(head + tail)), truth(head + tail))
+        truth(head + tail).check(whole(early(p, d, question(head + tail))))
         d.idle()
         moved.append(d.metric("kvxfer_received_bytes_total") - before)
     assert moved[1] < moved[0] / 3
     assert moved[2] < moved[0] / 3
 
 
-def together(servers: dict[str, Server], truth: Any, p: str, d: str, prompts: list[str], tokens: int) -> None:
-    """Many at once: none fails, and each answer is the plain server's. Where the make-up of a batch has
-    changed the rounding, the same prompt alone must give the plain server's: that its pages arrived whole,
-    checksums have said.
+def together(
+    servers: dict[str, Server], truth: Callable[..., Truth], p: str, d: str, prompts: list[str], tokens: int
+) -> None:
+    """Many at once: none fails, and each answer is the plain server's. That pages arrived whole, checksums
+    say.
     """
-    body = [question(prompt, tokens) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        ends = list(pool.map(lambda item: early(servers[p], servers[d], item), body))
-    again = 0
-    for prompt, item, (first, second) in zip(prompts, body, ends, strict=True):
-        assert isinstance(first, Answer), first
-        assert isinstance(second, Answer), second
-        assert (first.status, second.status) == (200, 200), (first.body, second.body)
-        assert len(second.tokens) == tokens
-        if second.tokens != truth(prompt, tokens):
-            again += 1
-            right(early(servers[p], servers[d], item), truth(prompt, tokens))
-    assert again <= len(prompts) // 2
+        ends = list(
+            pool.map(lambda prompt: early(servers[p], servers[d], question(prompt, tokens)), prompts)
+        )
+    same = sum(truth(prompt, tokens).check(whole(end)) for prompt, end in zip(prompts, ends, strict=True))
+    assert same >= 0.7 * len(prompts)
     for name in (p, d):
         servers[name].idle()
 
 
 @pytest.mark.parametrize(("p", "d"), [("p32", "d32"), ("p64", "d32")])
-def test_eight_at_once(servers: dict[str, Server], truth: Any, p: str, d: str) -> None:
+def test_eight_at_once(servers: dict[str, Server], truth: Callable[..., Truth], p: str, d: str) -> None:
     together(servers, truth, p, d, [f"{i}. {STORY[: 100 + 90 * i]}" for i in range(8)], 12)
 
 
 def test_case_24_sixty_four_at_once_with_a_prefill_that_is_slow_and_not_one_is_aborted(
-    servers: dict[str, Server], truth: Any
+    servers: dict[str, Server], truth: Callable[..., Truth]
 ) -> None:
     before = servers["d32"].metric("kvxfer_rooms_received_failed_total")
     together(servers, truth, "p32", "d32", [f"Story {i}: {STORY[: 200 + 5 * i]}" for i in range(64)], 4)
@@ -224,7 +249,7 @@ def hang_up(server: Server, body: dict[str, Any], after: float) -> None:
 
 @pytest.mark.parametrize("after", [0.0, 0.05, 0.3, 1.0])
 def test_a_client_that_hangs_up_leaves_no_page_held(
-    servers: dict[str, Server], truth: Any, after: float
+    servers: dict[str, Server], truth: Callable[..., Truth], after: float
 ) -> None:
     p, d = servers["p32"], servers["d32"]
     room, body = kx.new_room(), question(f"{after} {STORY}", 64)
@@ -243,12 +268,12 @@ def test_a_client_that_hangs_up_leaves_no_page_held(
 
 
 def test_requests_in_the_wrong_place_end_in_an_error_or_are_computed(
-    servers: dict[str, Server], truth: Any
+    servers: dict[str, Server], truth: Callable[..., Truth]
 ) -> None:
     p, d = servers["p32"], servers["d32"]
     before = d.metric("kvxfer_missing_rooms_total")
     plain = post(d.port, question(LIST))
-    assert plain.tokens == truth(LIST)
+    truth(LIST).check(plain.tokens)
     wrong = prefill_leg(d, question(SHORT), kx.new_room())
     assert wrong.status == 500, wrong.body
     there = post(p.port, {**question(SHORT), "kv_transfer_params": decode_params(d.directory, kx.new_room())})
@@ -282,42 +307,22 @@ def ended(ends: list[Any], prompts: list[str]) -> list[tuple[str, list[int]]]:
     return answers
 
 
-def confirm(answers: list[tuple[str, list[int]]], p: Server, d: Server, truth: Any) -> None:
-    """Answers from a batch are the plain server's, or those of the same prompt alone are (see `together`)."""
+def confirm(answers: list[tuple[str, list[int]]], truth: Callable[..., Truth]) -> None:
+    """Whole answers are the plain server's."""
     for prompt, tokens in answers:
-        assert len(tokens) == 12
-        if tokens != truth(prompt, 12):
-            right(early(p, d, question(prompt, 12)), truth(prompt, 12))
+        truth(prompt, 12).check(tokens)
 
 
-def test_case_17_decode_is_killed_and_comes_back(servers: dict[str, Server], truth: Any) -> None:
-    p, d = servers["p32"], servers["d64"]
-    pool, ends, prompts = in_flight(p, d, 6)
-    time.sleep(1.0)
-    d.kill()
-    answers = ended(ends, prompts)
-    pool.shutdown()
-    p.idle()
-    d.start().ready()
-    right(early(p, d, question(LIST)), truth(LIST))
-    confirm(answers, p, d, truth)
-    p.idle()
-    d.idle()
+def test_case_17_decode_is_killed_and_comes_back(servers: dict[str, Server], truth: Callable[..., Truth]) ->
+None: p, d = servers["p32"], servers["d64"] pool, ends, prompts = in_flight(p, d, 6) time.sleep(1.0) d.kill()
+answers = ended(ends, prompts) pool.shutdown() p.idle() d.start().ready() right(early(p, d, question(LIST)),
+truth(LIST)) confirm(answers, truth) p.idle() d.idle()
 
 
-def test_case_17_prefill_is_killed_and_comes_back(servers: dict[str, Server], truth: Any) -> None:
-    p, d = servers["p64"], servers["d32"]
-    pool, ends, prompts = in_flight(p, d, 6)
-    time.sleep(1.0)
-    p.kill()
-    answers = ended(ends, prompts)
-    pool.shutdown()
-    d.idle()
-    p.start().ready()
-    right(early(p, d, question(LIST)), truth(LIST))
-    confirm(answers, p, d, truth)
-    p.idle()
-    d.idle()
+def test_case_17_prefill_is_killed_and_comes_back(servers: dict[str, Server], truth: Callable[..., Truth]) ->
+None: p, d = servers["p64"], servers["d32"] pool, ends, prompts = in_flight(p, d, 6) time.sleep(1.0) p.kill()
+answers = ended(ends, prompts) pool.shutdown() d.idle() p.start().ready() right(early(p, d, question(LIST)),
+truth(LIST)) confirm(answers, truth) p.idle() d.idle()
 
 
 def test_after_the_storm_no_page_is_held_and_the_log_line_says_what_was_moved(

@@ -57,6 +57,11 @@ def main() -> int:
             vars(module)["get_mp_context"] = lambda: fork
     system.get_mp_context = lambda: fork  # type: ignore[assignment]
 
+    # Else each server looks at its model's class in yet another process.
+    from vllm.model_executor.models.registry import ModelRegistry, _try_inspect_model_cls
+
+    _try_inspect_model_cls("LlamaForCausalLM", ModelRegistry.models["LlamaForCausalLM"])
+
     print(json.dumps({"ready": True}), flush=True)
     servers: list[int] = []
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

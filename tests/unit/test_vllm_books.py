@@ -161,6 +161,20 @@ def test_an_abort_while_waiting_for_pages_lets_prefill_go_and_one_while_loading_
     assert b.step((), ()).cancels == ["late"]
 
 
+def test_a_request_that_the_front_end_turned_away_lets_prefill_go_and_is_not_counted() -> None:
+    b = books("kv_consumer")
+    for params in (None, {}, {**DECODE_LEG, "room": None}, PREFILL_LEG):
+        b.rejected("x", params)
+        assert b.finished("x", aborted=True) == (False, None)
+        assert not b.pending
+    b.rejected("r", DECODE_LEG)
+    b.finished("r", aborted=True)
+    orders = b.step((), ())
+    assert [(g.room, g.blocks) for g in orders.grants] == [(7, ())]
+    assert orders.cancels == ["r"]
+    assert (b.missing_rooms, b.refused_requests) == (0, 0)
+
+
 def test_plain_requests_are_computed_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     b = books("kv_producer")
     with caplog.at_level(logging.WARNING, "vllm.kvxfer"):

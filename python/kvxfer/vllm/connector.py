@@ -115,9 +115,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         """Looks at what a request asks for."""
-        self._its_books().new_request(
-            request.request_id, request.kv_transfer_params, request.num_prompt_tokens
-        )
+        books, name, params = self._its_books(), request.request_id, request.kv_transfer_params
+        if request.abort_immediately:
+            books.rejected(name, params)
+        else:
+            books.new_request(name, params, request.num_prompt_tokens)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

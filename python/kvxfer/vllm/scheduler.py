@@ -119,6 +119,17 @@ class Books:
             return
         self._in[request] = _In(number, source, prompt)
 
+    def rejected(self, request: str, params: Mapping[str, Any] | None) -> None:
+        """vLLM's front end has turned a request away before it was one, and tells only what it asked for: a
+        prefill engine that works for it should not wait. `finished` follows.
+        """
+        asked = params or {}
+        number, source = _room(asked.get("room")), asked.get("source")
+        if number is None or not asked.get("do_remote_prefill") or not isinstance(source, str):
+            return
+        if self._settings.decodes and all(item.room != number for item in self._in.values()):
+            self._in[request] = _In(number, source, 0)
+
     def matched(self, request: str, computed: int) -> tuple[int, bool]:
         """How many tokens after the `computed` ones come from elsewhere, and whether while the engine goes
         on.
