@@ -177,9 +177,11 @@ def test_the_capital_of_france(servers: dict[str, Server]) -> None:
     assert answer.text.startswith(" Paris")
 
 
-def test_late_choice_prefill_first_and_decode_by_its_answer(servers: dict[str, Server], truth: Callable[...,
-Truth]) -> None: for prompt in (LIST, STORY[:500]): right(late(servers["p32"], servers["d32"],
-question(prompt)), truth(prompt))
+def test_late_choice_prefill_first_and_decode_by_its_answer(
+    servers: dict[str, Server], truth: Callable[..., Truth]
+) -> None:
+    for prompt in (LIST, f"Late. {STORY[:500]}"):
+        right(late(servers["p32"], servers["d32"], question(prompt)), truth(prompt))
 
 
 def test_a_stream_is_the_whole_answer(servers: dict[str, Server]) -> None:
@@ -215,9 +217,7 @@ def together(
     say.
     """
     with ThreadPoolExecutor(len(prompts)) as pool:
-        ends = list(
-            pool.map(lambda prompt: early(servers[p], servers[d], question(prompt, tokens)), prompts)
-        )
+        ends = list(pool.map(lambda prompt: early(servers[p], servers[d], question(prompt, tokens)), prompts))
     same = sum(truth(prompt, tokens).check(whole(end)) for prompt, end in zip(prompts, ends, strict=True))
     assert same >= 0.7 * len(prompts)
     for name in (p, d):
@@ -313,16 +313,38 @@ def confirm(answers: list[tuple[str, list[int]]], truth: Callable[..., Truth]) -
         truth(prompt, 12).check(tokens)
 
 
-def test_case_17_decode_is_killed_and_comes_back(servers: dict[str, Server], truth: Callable[..., Truth]) ->
-None: p, d = servers["p32"], servers["d64"] pool, ends, prompts = in_flight(p, d, 6) time.sleep(1.0) d.kill()
-answers = ended(ends, prompts) pool.shutdown() p.idle() d.start().ready() right(early(p, d, question(LIST)),
-truth(LIST)) confirm(answers, truth) p.idle() d.idle()
+def test_case_17_decode_is_killed_and_comes_back(
+    servers: dict[str, Server], truth: Callable[..., Truth]
+) -> None:
+    p, d = servers["p32"], servers["d64"]
+    pool, ends, prompts = in_flight(p, d, 6)
+    time.sleep(1.0)
+    d.kill()
+    answers = ended(ends, prompts)
+    pool.shutdown()
+    p.idle()
+    d.start().ready()
+    right(early(p, d, question(LIST)), truth(LIST))
+    confirm(answers, truth)
+    p.idle()
+    d.idle()
 
 
-def test_case_17_prefill_is_killed_and_comes_back(servers: dict[str, Server], truth: Callable[..., Truth]) ->
-None: p, d = servers["p64"], servers["d32"] pool, ends, prompts = in_flight(p, d, 6) time.sleep(1.0) p.kill()
-answers = ended(ends, prompts) pool.shutdown() d.idle() p.start().ready() right(early(p, d, question(LIST)),
-truth(LIST)) confirm(answers, truth) p.idle() d.idle()
+def test_case_17_prefill_is_killed_and_comes_back(
+    servers: dict[str, Server], truth: Callable[..., Truth]
+) -> None:
+    p, d = servers["p64"], servers["d32"]
+    pool, ends, prompts = in_flight(p, d, 6)
+    time.sleep(1.0)
+    p.kill()
+    answers = ended(ends, prompts)
+    pool.shutdown()
+    d.idle()
+    p.start().ready()
+    right(early(p, d, question(LIST)), truth(LIST))
+    confirm(answers, truth)
+    p.idle()
+    d.idle()
 
 
 def test_after_the_storm_no_page_is_held_and_the_log_line_says_what_was_moved(
