@@ -106,7 +106,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layers: dict[str, int] = {}
         self._tensors: list[torch.Tensor] = []
         self._saved_s = 0.0
-        self._orders = Orders()
+        self._began_s = 0.0
+        self._worked = False
         if role == KVConnectorRole.SCHEDULER:
             self._books = Books(self._kx, self._block_size)
             self._told = (0, 0)
@@ -149,9 +150,10 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether a request's pages must stay, and the room for the proxy."""
-        aborted = request.status not in (
-            RequestStatus.FINISHED_STOPPED,
-            RequestStatus.FINISHED_LENGTH_CAPPED,
+        aborted = request.status in (
+            RequestStatus.FINISHED_ABORTED,
+            RequestStatus.FINISHED_IGNORED,
+            RequestStatus.FINISHED_ERROR,
         )
         return self._its_books().finished(request.request_id, aborted=aborted)
 
@@ -250,8 +252,14 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         if self._rank is not None and isinstance(connector_metadata, KvxferMetadata):
             began = time.perf_counter()
+            self._worked = bool(connector_metadata.orders)
             self._rank.begin_step(connector_metadata.orders)
-            self._rank.stats.hook("step", time.perf_counter() - began)
+            self._began_s = time.perf_counter() - began
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Pages that vLLM has taken away are back before anything writes or zeroes them."""
+        if self._rank is not None and isinstance(kv_connector_metadata, KvxferMetadata):
+            self._rank.take_back(kv_connector_metadata.orders.preempted)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Grants went out when the step began."""
@@ -277,19 +285,17 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return KVConnectorTransferResults()
         began = time.perf_counter()
         results: Results = self._rank.end_step()
-        self._rank.stats.hook("save", self._saved_s)
-        self._rank.stats.hook("poll", time.perf_counter() - began)
+        if self._worked or results:
+            # Steps with nothing to hand off are not counted: an engine that waits takes a thousand a second.
+            self._rank.stats.hook("step", self._began_s)
+            self._rank.stats.hook("save", self._saved_s)
+            self._rank.stats.hook("poll", time.perf_counter() - began)
         self._saved_s = 0.0
         return KVConnectorTransferResults(
             finished_sending=results.sent,
             finished_recving=results.received,
             failed_recving=results.failed,
         )
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """For runners that do not ask for `get_transfer_results`; a failed load needs that."""
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
 
     def shutdown(self) -> None:
         """Gives every room up and stops the agent."""

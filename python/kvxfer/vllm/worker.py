@@ -47,6 +47,9 @@ class Results:
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
 
+    def __bool__(self) -> bool:
+        return bool(self.sent or self.received or self.failed)
+
 
 @dataclass
 class _Out:
@@ -120,7 +123,7 @@ class Rank:
     def begin_step(self, orders: Orders) -> None:
         """Carries out a step's orders; to be called before the step computes."""
         if orders.preempted:
-            self._take_back(orders.preempted)
+            self.take_back(orders.preempted)
         timeout = self._settings.timeout_s
         for opened in orders.opens:
             self._out[opened.request] = _Out(opened.room)
@@ -337,7 +340,7 @@ class Rank:
             kept,
         )
 
-    def _take_back(self, requests: Iterable[str]) -> None:
+    def take_back(self, requests: Iterable[str]) -> None:
         """vLLM has taken pages away, and the coming step may write them: no peer may read them by then."""
         outs = []
         for request in requests:
@@ -349,8 +352,10 @@ class Rank:
                 self._retracting.add(push.id)
                 try:
                     self._patient(lambda push=push: self._agent.retract(push))  # type: ignore[misc]
-                except UnknownRoom:
+                except KvxferError as error:
+                    # The room has ended, or will be given up with all that is left of it.
                     self._retracting.discard(push.id)
+                    _log.debug("kvxfer: room %d: a push cannot be taken back: %s", out.room, error)
         until = self._clock() + _RETRACT_S
         while self._retracting and not all(out.ended for out in outs):
             left = until - self._clock()
