@@ -97,6 +97,7 @@ class Server:
     block: int = 32
     prefix_cache: bool = True
     policy: str = "fail"
+    tp: int = 1
     args: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
@@ -126,7 +127,8 @@ class Server:
             "64",
         ]
         args += ["--block-size", str(self.block), "--dtype", "bfloat16", "--disable-uvicorn-access-log"]
-        args += ["--distributed-executor-backend", "uni", *self.args]
+        args += ["--tensor-parallel-size", str(self.tp)]
+        args += ["--distributed-executor-backend", "uni" if self.tp == 1 else "mp", *self.args]
         args.append("--enable-prefix-caching" if self.prefix_cache else "--no-enable-prefix-caching")
         if self.role is not None:
             config = {

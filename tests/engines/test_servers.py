@@ -61,12 +61,14 @@ def servers(zygote: Zygote) -> Iterator[dict[str, Server]]:
             zygote, "d64", "kv_consumer", block=64, prefix_cache=False, args=HALF_BLOCKS, extra=full
         ),
     }
-    for server in made.values():
-        server.start()
-    for server in made.values():
-        server.ready()
-    yield made
-    close_all(made.values())
+    try:
+        for server in made.values():
+            server.start()
+        for server in made.values():
+            server.ready()
+        yield made
+    finally:
+        close_all(made.values())
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,22 @@ def test_case_05_answers_are_the_plain_servers_token_for_token(
     servers[d].idle()
     assert servers[d].metric("kvxfer_rooms_received_total") == before + 1
     servers[p].idle()
+
+
+def test_case_06_three_prefill_ranks_hand_off_to_one_decode_rank(
+    zygote: Zygote, servers: dict[str, Server], truth: Callable[..., Truth]
+) -> None:
+    three = Server(zygote, "p3", "kv_producer", tp=3, args=BLOCKS, extra={"timeout_s": 120}).start()
+    try:
+        three.ready()
+        for d in ("d32", "d64"):
+            for prompt in (SHORT, f"Three ranks to {d}. {STORY[:600]}"):
+                # Ranks add up in another order than one alone, which rounds otherwise.
+                truth(prompt).check(whole(early(three, servers[d], question(prompt))))
+        three.idle()
+        assert three.metric("kvxfer_rooms_sent_total") == 4 * 3
+    finally:
+        three.stop()
 
 
 def test_the_capital_of_france(servers: dict[str, Server]) -> None:

@@ -3,13 +3,16 @@
 import logging
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import kvxfer as kx
 from kvxfer.vllm.meta import Chunk, Grant, Open, Orders
 from kvxfer.vllm.scheduler import Books, Scheduled
-from kvxfer.vllm.settings import read_settings
+from kvxfer.vllm.settings import NOT_USED, Settings, read_settings, refuse_fields
+from kvxfer.vllm.stats import COUNTERS, HOOK_METRIC, SERIES
 
 BLOCK = 32
 DECODE_LEG = {"do_remote_prefill": True, "do_remote_decode": False, "room": 7, "source": "10.0.0.1:8998"}
@@ -298,6 +301,33 @@ def test_settings_have_the_defaults_that_the_page_says() -> None:
     d = read_settings({"listen": "[::1]:5"}, role="kv_consumer", engine="e")
     assert (d.agent_listen(0), d.agent_listen(1)) == ("[::1]:5", "[::1]:0")
     assert read_settings({}, role="kv_both", engine="e", dp_index=2).directory == "127.0.0.1:9000"
+
+
+def test_the_page_lists_every_setting_every_field_and_every_metric() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    names = set(Settings.__dataclass_fields__) - {"role", "engine"}
+    assert [name for name in names if f"| `{name}` |" not in page] == []
+    assert [name for name in NOT_USED if f"`{name}`" not in page] == []
+    metrics = [name for name, _ in (*COUNTERS.values(), *SERIES.values(), HOOK_METRIC)]
+    assert [name for name in metrics if f"`{name}" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kv_port", 5000),
+        ("kv_ip", "10.0.0.1"),
+        ("kv_rank", 1),
+        ("kv_parallel_size", 2),
+        ("enable_permute_local_kv", True),
+    ],
+)
+def test_fields_that_nothing_looks_at_are_refused_by_name(field: str, value: object) -> None:
+    refuse_fields(SimpleNamespace(kv_port=14579, kv_buffer_device="cpu"))
+    with pytest.raises(kx.BadArgument, match=field):
+        refuse_fields(SimpleNamespace(**{field: value}))
+    with pytest.raises(kx.NotSupported, match="kv_buffer_device"):
+        refuse_fields(SimpleNamespace(kv_buffer_device="cuda"))
 
 
 def test_reject_and_recompute_clash() -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast, get_args
 
 from kvxfer.errors import BadArgument, NotSupported
 
-__all__ = ["DEFAULT_PORT", "Settings", "read_settings", "refuse_fields", "split_address"]
+__all__ = ["DEFAULT_PORT", "NOT_USED", "Settings", "read_settings", "refuse_fields", "split_address"]
 
 DEFAULT_PORT = 8998
 
@@ -27,7 +27,7 @@ _AGENT_ROLES: dict[str, Literal["prefill", "decode", "both"]] = {
 
 # Fields of vLLM's own, over all versions that are supported, with the value that says nothing and what to
 # use.
-_NOT_USED: dict[str, tuple[tuple[object, ...], str]] = {
+NOT_USED: dict[str, tuple[tuple[object, ...], str]] = {
     "kv_port": ((14579, None), "set `directory` (host:port) in kv_connector_extra_config"),
     "kv_ip": (("127.0.0.1", None), "set `listen` and `directory` in kv_connector_extra_config"),
     "kv_rank": ((None, 0), "ranks come from tensor parallelism, and the two sides need no numbers"),
@@ -115,7 +115,7 @@ def refuse_fields(config: object) -> None:
         BadArgument: for a field that has no meaning here, with what to use in its place.
         NotSupported: for a `kv_buffer_device` that is not the CPU.
     """
-    for name, (silent, instead) in _NOT_USED.items():
+    for name, (silent, instead) in NOT_USED.items():
         value = getattr(config, name, None)
         if value not in silent:
             raise BadArgument(

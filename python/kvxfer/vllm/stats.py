@@ -10,7 +10,7 @@ from typing import Any
 
 from kvxfer._kvxfer import Event
 
-__all__ = ["COUNTERS", "HOOKS", "SERIES", "StepStats", "is_empty", "merge", "reduce"]
+__all__ = ["COUNTERS", "HOOK_METRIC", "SERIES", "StepStats", "is_empty", "merge", "reduce"]
 
 # Name in the data, name of the metric, and what it says.
 COUNTERS = {
@@ -33,7 +33,6 @@ SERIES = {
     "wait_s": ("kvxfer_wait_seconds", "From the grant until prefill had its first layer ready."),
     "transfer_s": ("kvxfer_transfer_seconds", "From a hand-off's first layer to its last byte."),
 }
-HOOKS = ("step", "save", "poll")
 HOOK_METRIC = (
     "kvxfer_hook_seconds",
     "Time that the connector takes from the engine's loop in a step, by hook.",
