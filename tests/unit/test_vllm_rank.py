@@ -306,6 +306,17 @@ def test_a_room_from_this_very_server_is_refused_and_its_prompt_goes_on(agent: F
     assert step(r, finished=["p"]) == ({"p"}, set(), set())
 
 
+def test_a_room_to_this_very_server_is_refused_and_its_load_goes_on(agent: FakeAgent) -> None:
+    r = rank(agent)
+    step(r, grants=[GRANT])
+    assert step(r, opens=[Open("p", 7)], chunks=[CHUNK]) == NOTHING
+    assert agent.named("push") == []
+    assert step(r, finished=["p"]) == ({"p"}, set(), set())
+    agent.say(7, "Success")
+    assert step(r) == (set(), {"d"}, set())
+    assert r.busy == 0
+
+
 def test_numbers_add_up_and_hooks_alone_are_no_log_line(agent: FakeAgent) -> None:
     r = rank(agent)
     step(r, grants=[GRANT])

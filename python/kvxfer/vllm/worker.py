@@ -126,6 +126,15 @@ class Rank:
             self.take_back(orders.preempted)
         timeout = self._settings.timeout_s
         for opened in orders.opens:
+            if opened.room in self._of_room:
+                # Its pages are nobody's but vLLM's: there is nothing to wait for.
+                self._out[opened.request] = _Out(opened.room, ended=True, failed=True)
+                _log.error(
+                    "kvxfer: request %s cannot be handed off: room %d is handed off to this very server",
+                    opened.request,
+                    opened.room,
+                )
+                continue
             self._out[opened.request] = _Out(opened.room)
             self._of_room[opened.room] = opened.request
             try:
@@ -280,7 +289,8 @@ class Rank:
             return
         if self._out.get(request) is out:
             del self._out[request]
-        self._of_room.pop(out.room, None)
+        if self._of_room.get(out.room) == request:
+            del self._of_room[out.room]
         if out.finish:
             self._results.sent.add(request)
 
