@@ -306,6 +306,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._rank = None
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers are pushed one by one, which a graph of the whole model would skip."""
+        return True
+
+    @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Sleep mode maps the pages anew, and peers know them where they are."""
         return False
