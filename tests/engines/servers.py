@@ -36,6 +36,7 @@ ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOG_STATS_INTERVAL": "2",
+    "VLLM_LOGGING_LEVEL": "INFO",
     "TOKENIZERS_PARALLELISM": "false",
 }
 

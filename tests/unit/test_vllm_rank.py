@@ -25,6 +25,7 @@ class FakeAgent:
         self.calls: list[tuple[Any, ...]] = []
         self.events: list[Any] = []
         self.fails: dict[str, Exception] = {}
+        self.states: dict[int, str] = {}
         self.full = 0
         self.polls = 0
         self.on_retract: Callable[[Any], None] = lambda push: None
@@ -73,7 +74,7 @@ class FakeAgent:
         return events
 
     def state(self, room: int) -> str | None:
-        return None
+        return self.states.get(room)
 
     def fileno(self) -> int:
         return self._pipe[0]
@@ -289,6 +290,22 @@ def test_a_push_that_fails_gives_the_room_up_and_frees_the_pages(agent: FakeAgen
     agent.fails = {"push": kx.BadArgument("no"), "cancel": kx.UnknownRoom("7")}
     assert step(r, opens=[Open("p", 7)], chunks=[CHUNK]) == NOTHING
     assert step(r, finished=["p"]) == ({"p"}, set(), set())
+
+
+def test_a_push_into_a_room_that_has_failed_waits_for_its_release(
+    agent: FakeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    r = rank(agent)
+    agent.fails = {"push": kx.Cancelled("by decode")}
+    agent.states[7] = "Failed"
+    assert step(r, opens=[Open("p", 7)], chunks=[CHUNK]) == NOTHING
+    assert step(r, finished=["p"]) == NOTHING
+    assert agent.named("cancel") == []
+    assert caplog.text == ""
+    agent.say(7, "Failed", released=False)
+    assert step(r) == NOTHING
+    agent.say(7, "Released")
+    assert step(r) == ({"p"}, set(), set())
 
 
 def test_a_step_polls_once(agent: FakeAgent) -> None:

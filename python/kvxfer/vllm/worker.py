@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvxfer._agent import Agent
 from kvxfer._kvxfer import Event, Push
-from kvxfer.errors import KvxferError, QueueFull, UnknownRoom
+from kvxfer.errors import Cancelled, KvxferError, QueueFull, UnknownRoom
 from kvxfer.vllm.meta import Chunk, Grant, Orders
 from kvxfer.vllm.settings import Settings
 from kvxfer.vllm.stats import StepStats
@@ -201,6 +201,9 @@ class Rank:
             )
         except KvxferError as error:
             out.failed = True
+            if self._agent.state(out.room) == "Failed":
+                # Its event, which is on its way, says why.
+                return
             _log.error("kvxfer: request %s cannot be handed off: %s", item.request, error)
             self._give_up(out)
 
@@ -340,8 +343,10 @@ class Rank:
     @staticmethod
     def _say_failed(way: str, request: str, event: Event, *, quietly: bool) -> None:
         kept = "" if event.released else "; its pages are kept until no peer can touch them"
+        # Clients leave, and that is no fault of anybody's.
+        level = logging.INFO if isinstance(event.error, Cancelled) and event.released else logging.WARNING
         _log.log(
-            logging.DEBUG if quietly else logging.WARNING,
+            logging.DEBUG if quietly else level,
             "kvxfer: the hand-off %s the other engine failed for request %s (room %d): %s%s",
             way,
             request,
