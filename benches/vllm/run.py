@@ -113,7 +113,8 @@ def sweep(plan: Plan, rate: float, words: int, count: int, tokens: int) -> dict[
     with ThreadPoolExecutor(count) as pool:
         ends = []
         for i in range(count):
-            ends.append(pool.submit(plan.send, question(prompt_of(words, 7919 * words + i), tokens)))
+            prompt = prompt_of(words, hash((rate, words, i)))
+            ends.append(pool.submit(plan.send, question(prompt, tokens)))
             time.sleep(dice.expovariate(rate))
         seen = [end.result() for end in ends]
     stop.set()
@@ -199,10 +200,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvxfer-bench-vllm-") as logs:
         zygote = Zygote(Path(logs))
         try:
-            plain = Server(zygote, "plain", None, args=BLOCKS)
-            other = Server(zygote, "other", None, args=BLOCKS)
-            prefill = Server(zygote, "prefill", "kv_producer", args=BLOCKS)
-            decode = Server(zygote, "decode", "kv_consumer", args=BLOCKS)
+            plain, other, prefill, decode = (
+                Server(zygote, name, role, prefix_cache=False, args=BLOCKS)
+                for name, role in (
+                    ("plain", None),
+                    ("other", None),
+                    ("prefill", "kv_producer"),
+                    ("decode", "kv_consumer"),
+                )
+            )
             plans = [
                 Plan(name, servers)
                 for name, servers in (

@@ -271,7 +271,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """A layer is computed: it is pushed while the next one is."""
-        if self._rank is not None:
+        if self._rank is not None and self._rank.pushing:
             began = time.perf_counter()
             self._rank.save_layer(self._layers[layer_name])
             self._saved_s += time.perf_counter() - began
@@ -288,7 +288,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worked or results:
             # Steps with nothing to hand off are not counted: an engine that waits takes a thousand a second.
             self._rank.stats.hook("step", self._began_s)
-            self._rank.stats.hook("save", self._saved_s)
+            if self._saved_s:
+                self._rank.stats.hook("save", self._saved_s)
             self._rank.stats.hook("poll", time.perf_counter() - began)
         self._saved_s = 0.0
         return KVConnectorTransferResults(

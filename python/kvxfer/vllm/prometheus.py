@@ -15,7 +15,25 @@ if TYPE_CHECKING:
 __all__ = ["KvxferPromMetrics", "KvxferStats"]
 
 # Seconds: hooks take microseconds, hand-offs milliseconds and more.
-_HOOK_BUCKETS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2, 0.1)
+_HOOK_BUCKETS = (
+    2e-6,
+    5e-6,
+    1e-5,
+    2e-5,
+    5e-5,
+    1e-4,
+    2e-4,
+    5e-4,
+    1e-3,
+    2e-3,
+    5e-3,
+    1e-2,
+    2e-2,
+    5e-2,
+    0.1,
+    0.2,
+    0.5,
+)
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0, 300.0)
 
 

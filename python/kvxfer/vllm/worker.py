@@ -120,6 +120,11 @@ class Rank:
         """Rooms that have not ended."""
         return len(self._out) + len(self._in)
 
+    @property
+    def pushing(self) -> bool:
+        """Whether this step pushes anything."""
+        return bool(self._slices)
+
     def begin_step(self, orders: Orders) -> None:
         """Carries out a step's orders; to be called before the step computes."""
         if orders.preempted:
