@@ -291,9 +291,15 @@ def test_case_17_decode_comes_back_and_a_prompt_that_was_for_the_old_one_gives_i
     engine: Make,
 ) -> None:
     pair = Pair(engine, p={"batch": 32})
-    _, b = pair.legs(prompt(100))
+    room = kx.new_room()
+    pair.prefill_leg(prompt(100), room)
+    b = pair.decode_leg(prompt(100), room)
     pair.d.step()
     pair.p.step()
+    # Prefill has heard of it; else it would wait for whoever may come, as with late choice.
+    agent = pair.p.workers[0]._agent
+    assert agent is not None
+    until(lambda: agent.state(room) in ("Waiting", "Transferring"))
     pair.d.kill()
     assert b not in pair.d.received
     quiet(pair.p)
