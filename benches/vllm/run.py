@@ -188,9 +188,9 @@ def compare(plans: list[Plan], words: int) -> None:
 def main() -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description="vLLM servers with and without hand-offs")
-    parser.add_argument("--rates", default="0.2,0.5", help="requests a second")
+    parser.add_argument("--rates", default="0.5,1", help="requests a second")
     parser.add_argument("--words", default="60,400", help="lengths of prompts, in words of one or two tokens")
-    parser.add_argument("--requests", type=int, default=16, help="requests of each measurement")
+    parser.add_argument("--requests", type=int, default=8, help="requests of each measurement")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--plans", default="plain,two,pair", help="what to measure")
     parser.add_argument("--json", help="also write the numbers to this file")
