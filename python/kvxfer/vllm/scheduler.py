@@ -1,0 +1,263 @@
+"""The scheduler's half: which request hands off in which room, and what the workers have to do about it.
+
+Pure bookkeeping: it takes requests, pages and tokens as plain values, so it is tested without vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvxfer._kvxfer import new_room
+from kvxfer.vllm.meta import Chunk, Grant, Open, Orders
+from kvxfer.vllm.settings import Settings
+
+__all__ = ["Books", "Scheduled"]
+
+_log = logging.getLogger("vllm.kvxfer")
+
+_ASKS = {"do_remote_decode": "prefill leg", "do_remote_prefill": "decode leg"}
+
+
+class Scheduled(NamedTuple):
+    """One request of a step."""
+
+    request: str
+    # New pages of the request; all of them if `replaced`.
+    blocks: tuple[int, ...]
+    replaced: bool
+    # Tokens that had their KV before this step, and tokens that this step computes.
+    computed: int
+    scheduled: int
+
+
+@dataclass
+class _Out:
+    """A request whose prompt is computed here for another engine."""
+
+    room: int
+    prompt: int
+    blocks: list[int] = field(default_factory=list)
+    sent: int = 0
+    opened: bool = False
+
+
+@dataclass
+class _In:
+    """A request whose prompt another engine computes."""
+
+    room: int
+    source: str
+    prompt: int
+    # Tokens that were in the prefix cache when vLLM last asked.
+    cached: int = 0
+    granted: bool = False
+
+
+class Books:
+    """Requests and rooms of one engine's scheduler."""
+
+    def __init__(self, settings: Settings, block_size: int) -> None:
+        self._settings = settings
+        self._block_size = block_size
+        self._out: dict[str, _Out] = {}
+        self._in: dict[str, _In] = {}
+        # Requests to fail, until vLLM has given them pages: only then can it be told.
+        self._refused: dict[str, str] = {}
+        self._orders = Orders()
+        self.missing_rooms = 0
+        self.refused_requests = 0
+
+    def new_request(self, request: str, params: Mapping[str, Any] | None, prompt: int) -> None:
+        """A request has come. What is wrong with it is found and said here, and it fails when it is its
+        turn.
+        """
+        asks = [key for key in _ASKS if params and params.get(key)]
+        if not asks:
+            if self._settings.role != "kv_both":
+                self._missing(request, "it came without kv_transfer_params")
+            return
+        if len(asks) == 2:
+            self._refuse(
+                request, "its kv_transfer_params ask for both do_remote_decode and do_remote_prefill"
+            )
+            return
+        assert params is not None
+        fits = self._settings.prefills if asks[0] == "do_remote_decode" else self._settings.decodes
+        if not fits:
+            self._refuse(
+                request,
+                f"it is a {_ASKS[asks[0]]} ({asks[0]}), but this server is a {self._settings.role}:"
+                " the proxy's lists of prefill and decode servers are the wrong way round",
+            )
+            return
+        room = params.get("room")
+        if room is None and asks[0] == "do_remote_decode":
+            # A proxy that calls prefill first and gives the answer's kv_transfer_params to decode needs no
+            # room of its own.
+            room = new_room()
+        if room is None:
+            self._missing(request, "its kv_transfer_params have no room")
+            return
+        number = _room(room)
+        if number is None:
+            self._refuse(request, f"room={room!r} is no number of 63 bits: take kvxfer.new_room()")
+            return
+        if any(item.room == number for books in (self._out, self._in) for item in books.values()):
+            self._refuse(request, f"room {number} is in use by another request: each needs one of its own")
+            return
+        if asks[0] == "do_remote_decode":
+            self._out[request] = _Out(number, prompt)
+            return
+        source = params.get("source")
+        if not isinstance(source, str) or not source:
+            self._refuse(
+                request, f"source={source!r}: must be host:port of the prefill server's kvxfer directory"
+            )
+            return
+        self._in[request] = _In(number, source, prompt)
+
+    def rejected(self, request: str, params: Mapping[str, Any] | None) -> None:
+        """vLLM's front end has turned a request away before it was one, and tells only what it asked for: a
+        prefill engine that works for it should not wait. `finished` follows.
+        """
+        asked = params or {}
+        number, source = _room(asked.get("room")), asked.get("source")
+        if number is None or not asked.get("do_remote_prefill") or not isinstance(source, str):
+            return
+        if self._settings.decodes and all(item.room != number for item in self._in.values()):
+            self._in[request] = _In(number, source, 0)
+
+    def matched(self, request: str, computed: int) -> tuple[int, bool]:
+        """How many tokens after the `computed` ones come from elsewhere, and whether while the engine goes
+        on.
+        """
+        if request in self._refused:
+            # Asking for one token is what gives it pages, so that its load can fail.
+            return 1, True
+        item = self._in.get(request)
+        if item is None or item.granted:
+            return 0, False
+        item.cached = computed
+        missing = item.prompt - computed
+        return (missing, True) if missing > 0 else (0, False)
+
+    def allocated(self, request: str, blocks: Iterable[int], tokens: int) -> None:
+        """vLLM has given a request its pages, of which `tokens` tokens are to come from elsewhere."""
+        if tokens > 0 and self._refused.pop(request, None) is not None:
+            self._orders.rejects.append(request)
+            return
+        item = self._in.get(request)
+        if item is None or item.granted:
+            return
+        if tokens <= 0:
+            # vLLM computes it all the same, as for logprobs of the prompt: prefill need not wait for us.
+            self._abandon(request, item)
+            return
+        item.granted = True
+        size = self._block_size
+        end = item.cached + tokens
+        pages = tuple(blocks)[item.cached // size : -(-end // size)]
+        self._orders.grants.append(Grant(request, item.room, item.source, item.cached, end, pages))
+
+    def step(self, scheduled: Iterable[Scheduled], preempted: Collection[str]) -> Orders:
+        """The orders of a step, and clean books for the next one."""
+        orders, self._orders = self._orders, Orders()
+        orders.preempted.extend(preempted)
+        for request in preempted:
+            if out := self._out.get(request):
+                out.sent = 0
+                out.blocks.clear()
+        for request, out in self._out.items():
+            if not out.opened:
+                out.opened = True
+                orders.opens.append(Open(request, out.room))
+        for item in scheduled:
+            out = self._out.get(item.request)
+            if out is None:
+                continue
+            if item.replaced:
+                out.blocks.clear()
+            out.blocks.extend(item.blocks)
+            end = min(item.computed + item.scheduled, out.prompt)
+            if end <= out.sent:
+                continue
+            size = self._block_size
+            pages = tuple(out.blocks[out.sent // size : -(-end // size)])
+            orders.chunks.append(Chunk(item.request, out.room, out.sent, end, pages, last=end == out.prompt))
+            out.sent = end
+        return orders
+
+    def finished(self, request: str, *, aborted: bool) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended. Whether its pages must stay, and what its answer tells the proxy."""
+        self._refused.pop(request, None)
+        if (item := self._in.pop(request, None)) is not None:
+            if item.granted:
+                # vLLM itself keeps the pages of a load that it waits for. One that has ended is not known to
+                # the worker any more, and cancelling it does nothing.
+                self._orders.cancels.append(request)
+            else:
+                self._abandon(request, item)
+        if (out := self._out.pop(request, None)) is None:
+            return False, None
+        if aborted or out.sent < out.prompt:
+            if out.opened:
+                self._orders.cancels.append(request)
+            else:
+                # So that decode learns of it: only a room that is known can be cancelled.
+                self._orders.opens.append(Open(request, out.room))
+                self._orders.cancels.append(request)
+            if out.sent > 0:
+                self._orders.finished.append(request)
+            return out.sent > 0, None
+        self._orders.finished.append(request)
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "room": out.room,
+            "source": self._settings.directory,
+        }
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are orders that only another step can bring to the workers."""
+        return bool(self._orders)
+
+    def _abandon(self, request: str, item: _In) -> None:
+        """Tells prefill that nobody waits for a room: grants nothing in it, and gives it up."""
+        self._in.pop(request, None)
+        self._orders.grants.append(Grant(request, item.room, item.source, item.prompt, item.prompt, ()))
+        self._orders.cancels.append(request)
+
+    def _missing(self, request: str, why: str) -> None:
+        self.missing_rooms += 1
+        if self._settings.on_missing_room == "reject":
+            self._refuse(
+                request,
+                f"{why}, and on_missing_room is 'reject': send requests to the proxy (kvxfer proxy), not to a"
+                f" {self._settings.role} server",
+            )
+        elif self.missing_rooms == 1:
+            _log.warning(
+                "kvxfer: request %s is computed here alone, since %s. Requests should come through the proxy"
+                " (kvxfer proxy); this %s server counts them (kvxfer_missing_rooms) and says so once.",
+                request,
+                why,
+                self._settings.role,
+            )
+
+    def _refuse(self, request: str, why: str) -> None:
+        self.refused_requests += 1
+        self._refused[request] = why
+        _log.error("kvxfer: request %s is refused: %s", request, why)
+
+
+def _room(value: object) -> int | None:
+    """A room from JSON, where big numbers may come as text."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        return None
+    return value

