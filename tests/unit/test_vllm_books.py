@@ -333,3 +333,10 @@ def test_fields_that_nothing_looks_at_are_refused_by_name(field: str, value: obj
 def test_reject_and_recompute_clash() -> None:
     with pytest.raises(kx.BadArgument, match="kv_load_failure_policy"):
         read_settings({"on_missing_room": "reject"}, role="kv_consumer", engine="e", policy="recompute")
+
+
+def test_what_the_proxy_gives_to_decode_alone_is_no_missing_room() -> None:
+    b = books("kv_consumer", on_missing_room="reject")
+    b.new_request("r", {"do_remote_prefill": False, "do_remote_decode": False}, 10)
+    assert b.matched("r", 0) == (0, False)
+    assert (b.missing_rooms, b.refused_requests) == (0, 0)

@@ -76,7 +76,9 @@ class Books:
         """
         asks = [key for key in _ASKS if params and params.get(key)]
         if not asks:
-            if self._settings.role != "kv_both":
+            # A proxy that says no to both means it: decode computes this one by itself.
+            meant = params is not None and all(params.get(key) is False for key in _ASKS)
+            if self._settings.role != "kv_both" and not meant:
                 self._missing(request, "it came without kv_transfer_params")
             return
         if len(asks) == 2:

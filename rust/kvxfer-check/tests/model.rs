@@ -26,17 +26,17 @@ fn two_sources_without_a_fault() {
 
 #[test]
 fn one_source_and_any_fault_when_fences_complete() {
-    complete(&Setup { sources: 1, ..Setup::new(Family::WritesFenced, 1) }, 10_000);
+    complete(&Setup { sources: 1, ..Setup::new(Family::WritesFenced, 1) }, 8_000);
 }
 
 #[test]
 fn one_source_and_any_fault_when_no_fence_is_possible() {
-    complete(&Setup { sources: 1, ..Setup::new(Family::WritesUnfenced, 1) }, 10_000);
+    complete(&Setup { sources: 1, ..Setup::new(Family::WritesUnfenced, 1) }, 8_000);
 }
 
 #[test]
 fn one_source_and_any_fault_when_the_receiver_copies() {
-    complete(&Setup { sources: 1, ..Setup::new(Family::Copies, 1) }, 10_000);
+    complete(&Setup { sources: 1, ..Setup::new(Family::Copies, 1) }, 8_000);
 }
 
 #[test]
