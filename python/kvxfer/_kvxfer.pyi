@@ -31,6 +31,7 @@ __all__ = [
     "_doctor_gpus",
     "_doctor_host",
     "_doctor_ucx",
+    "_memory_at",
     "new_room",
     "plan_transfer",
     "simulate",

@@ -109,7 +109,11 @@ def test_the_interval_holds_the_mean_and_narrows_with_more_blocks() -> None:
 
 @pytest.mark.parametrize(
     ("spread", "ticks"),
-    [(0.004, "4.8 5.0 5.2 5.4 5.6 5.8 6.0 6.2"), (3.0, "2 4 6 8 10"), (250.0, "-300 -200 -100 0 100 200 300")],
+    [
+        (0.004, "4.8 5.0 5.2 5.4 5.6 5.8 6.0 6.2"),
+        (3.0, "2 4 6 8 10"),
+        (250.0, "-300 -200 -100 0 100 200 300"),
+    ],
 )
 def test_a_plots_scale_is_in_round_numbers_and_holds_every_interval(spread: float, ticks: str) -> None:
     points = [(1.0, 5.0, 5.0 - spread, 5.0 + spread), (2.0, 6.0, 6.0 - spread, 6.0 + spread)]

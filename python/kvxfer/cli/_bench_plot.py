@@ -71,9 +71,7 @@ def plot(title: str, x: str, y: str, lines: Sequence[Line]) -> str:
     ]
     for tick in range(first, last + 1):
         height = at_y(tick * step)
-        out.append(
-            f'<line x1="{_LEFT}" x2="{right}" y1="{height:.1f}" y2="{height:.1f}" stroke="#dddddd"/>'
-        )
+        out.append(f'<line x1="{_LEFT}" x2="{right}" y1="{height:.1f}" y2="{height:.1f}" stroke="#dddddd"/>')
         out.append(text((_LEFT - 8, height + 4), f"{tick * step:.{digits}f}", 'text-anchor="end"'))
     for place in places:
         out.append(text((at_x(place), bottom + 20), f"{place:g}", 'text-anchor="middle"'))
