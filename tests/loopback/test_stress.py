@@ -129,8 +129,8 @@ def test_every_flaw_is_one_that_agents_know() -> None:
     for flaw in _FLAWS:
         agent(_flaw=flaw).close()
     known = re.fullmatch(r'flaw "none" is not known: (.*) are', str(refused.value))
-    # Rooms here ask for no checksum, without which nobody sees a flipped byte; a grant that wakes nobody breaks no
-    # rule of the contract: rooms fail by their timeouts.
+    # Rooms here ask for no checksum, without which nobody sees a flipped byte; a grant that wakes nobody
+    # breaks no rule of the contract: rooms fail by their timeouts.
     assert known is not None
     assert set(known[1].split(", ")) == {*_FLAWS, "flip-a-byte", "grant-wakes-nobody"}
 
