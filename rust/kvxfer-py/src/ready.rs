@@ -34,7 +34,9 @@ pub(crate) fn signal(
             )
         })?,
     };
-    let signal = inner.devices.signal(device, found.work).map_err(|e| errors::fabric(py, &e))?;
+    // The first call loads the driver, and a full queue of the device's makes it wait: other threads go on meanwhile.
+    let work = found.work;
+    let signal = py.detach(|| inner.devices.signal(device, work)).map_err(|e| errors::fabric(py, &e))?;
     let Some(signal) = signal.map(Arc::new) else { return Ok(None) };
     if matches!(found.work, Work::Event(_)) {
         inner.let_go();

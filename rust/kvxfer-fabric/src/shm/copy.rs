@@ -128,6 +128,8 @@ impl Copier {
                     self.local.push(Iov { base: dst, len });
                     self.remote.push(Iov { base: to_usize(addr, "peer address")? + src_off, len });
                     if self.local.len() == IOV_MAX {
+                        // The call may fail, and then this ends here.
+                        stream::fence();
                         self.read(pid)?;
                     }
                 }

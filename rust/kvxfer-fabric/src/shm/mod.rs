@@ -610,7 +610,7 @@ impl Fabric for ShmFabric {
         for subject in events.into_iter().take(n).flatten() {
             self.handle(subject);
         }
-        let moved = n > 0 || !self.ready.is_empty() || self.warmer.step();
+        let moved = n > 0 || !self.ready.is_empty();
         out.extend(self.ready.drain(..));
         moved
     }
@@ -620,8 +620,8 @@ impl Fabric for ShmFabric {
     }
 
     fn arm(&mut self) -> bool {
-        // The descriptor is level-triggered: what is not handled yet keeps it readable.
-        self.ready.is_empty() && self.warmer.is_done()
+        // The descriptor is level-triggered: what is not handled yet keeps it readable. Who is about to sleep has time.
+        self.ready.is_empty() && !self.warmer.step()
     }
 
     fn data_syscalls(&self) -> u64 {

@@ -1,8 +1,11 @@
 //! Looking at a peer's pages before the first hand-off has to.
 //!
 //! The first read of a page through a mapping is a page fault, and costs about half of what copying the page does. So the
-//! reader's thread goes through the mapping once it is attached, a step whenever it has nothing else to do. Only pages that
+//! reader's thread goes through the mapping once it is attached, a step each time it is about to sleep. Only pages that
 //! the peer has written by then: to look at one that nobody has touched would have the system allocate it.
+//!
+//! Where pages are is asked page by page. To ask for the end of what is there (`SEEK_HOLE`) would be one call, but one that
+//! goes through all pages up to it: a second for 64 GiB.
 
 use super::pool::Mapping;
 use rustix::fs::{SeekFrom, seek};
@@ -13,6 +16,8 @@ use std::sync::Arc;
 
 /// Bytes of a step: some 30 microseconds, as long as a slice takes to copy.
 const STEP: u64 = 256 << 10;
+/// Mappings that wait at most: each keeps a descriptor open. One more stays as it is, and its first hand-off pays.
+const JOBS: usize = 64;
 
 /// A mapping to go through.
 #[derive(Debug)]
@@ -23,8 +28,6 @@ struct Job {
     fd: OwnedFd,
     len: u64,
     at: u64,
-    /// Up to here there are pages from `at` on.
-    data_end: u64,
 }
 
 /// What is still to be looked at.
@@ -35,8 +38,10 @@ pub(crate) struct Warmer {
 
 impl Warmer {
     pub(crate) fn add(&mut self, ep: u32, map: Arc<Mapping>, fd: OwnedFd) {
-        let len = map.len() as u64;
-        self.jobs.push_back(Job { ep, map, fd, len, at: 0, data_end: 0 });
+        if self.jobs.len() < JOBS {
+            let len = map.len() as u64;
+            self.jobs.push_back(Job { ep, map, fd, len, at: 0 });
+        }
     }
 
     /// The endpoint is closed, and its mappings go.
@@ -44,7 +49,8 @@ impl Warmer {
         self.jobs.retain(|job| job.ep != ep);
     }
 
-    pub(crate) fn is_done(&self) -> bool {
+    #[cfg(test)]
+    fn is_done(&self) -> bool {
         self.jobs.is_empty()
     }
 
@@ -69,23 +75,28 @@ impl Warmer {
 impl Job {
     /// Returns whether something is left.
     fn step(&mut self) -> Result<bool, Errno> {
-        if self.at >= self.data_end {
-            // The file's position is of no use to anybody else.
-            self.at = match seek(&self.fd, SeekFrom::Data(self.at)) {
-                Ok(at) => at,
-                // Only holes are left.
-                Err(Errno::NXIO) => return Ok(false),
-                Err(e) => return Err(e),
-            };
-            self.data_end = seek(&self.fd, SeekFrom::Hole(self.at))?.min(self.len);
+        let Some(at) = self.next_page(self.at)? else { return Ok(false) };
+        let end = at.saturating_add(STEP).min(self.len);
+        let page = rustix::param::page_size() as u64;
+        let mut run = at.saturating_add(page);
+        while run < end && self.next_page(run)? == Some(run) {
+            run = run.saturating_add(page);
         }
-        if self.at >= self.len || self.at >= self.data_end {
-            return Ok(false);
+        let run = run.min(end);
+        self.map.populate(at, run - at)?;
+        self.at = run;
+        Ok(run < self.len)
+    }
+
+    /// The first page from here on that is there.
+    fn next_page(&self, from: u64) -> Result<Option<u64>, Errno> {
+        // The file's position is of no use to anybody else.
+        match seek(&self.fd, SeekFrom::Data(from)) {
+            Ok(at) => Ok((at < self.len).then_some(at)),
+            // Only holes are left.
+            Err(Errno::NXIO) => Ok(None),
+            Err(e) => Err(e),
         }
-        let len = STEP.min(self.data_end - self.at);
-        self.map.populate(self.at, len)?;
-        self.at += len;
-        Ok(self.at < self.len)
     }
 }
 
@@ -142,6 +153,43 @@ mod tests {
         while warmer.step() {}
         assert_eq!(rustix::fs::fstat(pool.fd()).unwrap().st_blocks, 0);
         assert_eq!(mapped(map.addr()), 0);
+    }
+
+    #[test]
+    fn a_step_takes_no_longer_where_more_is_there() {
+        let pool = ShmPool::alloc_with(1 << 20, &PoolOptions::default()).unwrap();
+        // SAFETY: the pool's own bytes, used by nobody else.
+        unsafe {
+            std::ptr::write_bytes(
+                std::ptr::with_exposed_provenance_mut::<u8>(usize::try_from(pool.addr()).unwrap()),
+                1,
+                1 << 20,
+            );
+        }
+        let map = Arc::new(map_peer(pool.fd(), 1 << 20).unwrap());
+        let mut warmer = Warmer::default();
+        warmer.add(1, Arc::clone(&map), pool.fd().try_clone_to_owned().unwrap());
+        for steps in 1..=4 {
+            assert!(warmer.step());
+            // The kernel maps some neighbours of a page that is looked at.
+            let there = mapped(map.addr());
+            assert!(
+                (steps * STEP..=(steps + 1) * STEP).contains(&there),
+                "{there} bytes after {steps} steps"
+            );
+        }
+        assert!(warmer.is_done());
+    }
+
+    #[test]
+    fn so_many_mappings_wait_and_no_more_descriptors_are_kept() {
+        let pool = ShmPool::alloc_with(4096, &PoolOptions::default()).unwrap();
+        let map = Arc::new(map_peer(pool.fd(), 4096).unwrap());
+        let mut warmer = Warmer::default();
+        for ep in 0..80 {
+            warmer.add(ep, Arc::clone(&map), pool.fd().try_clone_to_owned().unwrap());
+        }
+        assert_eq!(warmer.jobs.len(), JOBS);
     }
 
     #[test]

@@ -79,11 +79,14 @@ impl Driver {
         let plain = self.carriers.has_plain_memory();
         let (region, span) = self.carriers.add_memory(slot_bytes * (u64::from(slots) + 1))?;
         let (local, ring) = (self.memory.add(&span)?, self.carriers.export_memory(region)?);
-        let (plain_offer, plain) = if plain {
-            let (region, span) = self.carriers.add_plain_memory(slot_bytes)?;
-            (self.carriers.export_memory(region)?, Some(span))
-        } else {
-            (Vec::new(), None)
+        let (plain_offer, plain) = match plain.then(|| self.plain_memory(slot_bytes)) {
+            Some(Ok((offer, span))) => (offer, Some(span)),
+            Some(Err(e)) => {
+                // A ring without it is one whose writes are measured in its own memory.
+                tracing::warn!(error = %e, "memory to measure writes in cannot be had");
+                (Vec::new(), None)
+            }
+            None => (Vec::new(), None),
         };
         let offer = Offer { ring: &ring, plain: &plain_offer }.encode();
         let ring = RingMemory { local, offer, span, plain };
@@ -91,6 +94,11 @@ impl Driver {
             .handle_ring(slot_bytes, slots)
             .map_err(|e| FabricError::Os { call: "ring", why: e.to_string() })?;
         Ok(ring)
+    }
+
+    fn plain_memory(&mut self, bytes: u64) -> Result<(Vec<u8>, RegionSpan), FabricError> {
+        let (region, span) = self.carriers.add_plain_memory(bytes)?;
+        Ok((self.carriers.export_memory(region)?, span))
     }
 }
 
