@@ -126,13 +126,20 @@ def test_late_choice_sends_prefill_first_and_passes_on_what_it_answers() -> None
     run(test())
 
 
-def test_late_choice_needs_kvxfers_connector_and_says_so() -> None:
+@pytest.mark.parametrize("choice", ["early", "late"])
+def test_a_prefill_server_that_hands_nothing_off_is_named_and_decode_does_not_wait_for_it(
+    choice: str,
+) -> None:
     async def bare(call: Call) -> web.StreamResponse:
         return web.json_response(answer(1))
 
+    async def for_ever(call: Call) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
     async def test() -> None:
-        async with scene(decode_choice="late") as s:
-            s.prefill[0].behave = bare
+        async with scene(decode_choice=choice) as s:
+            s.prefill[0].behave, s.decode[0].behave = bare, for_ever
             code, _, found = await s.ask()
             assert code == 502
             assert "without kv_transfer_params" in found["error"]["message"]
@@ -435,7 +442,9 @@ def test_usage_corrects_what_was_reserved_and_what_is_estimated() -> None:
 
             async def counted(call: Call) -> web.StreamResponse:
                 call.fake.exchange.room(call.room).set()
-                return web.json_response({"choices": [], "usage": {"prompt_tokens": 4000}})
+                given = {"room": call.room, "source": "10.9.8.7:8998"}
+                usage = {"prompt_tokens": 4000}
+                return web.json_response({"choices": [], "usage": usage, "kv_transfer_params": given})
 
             async def waits(call: Call) -> web.StreamResponse:
                 await arrived(call)

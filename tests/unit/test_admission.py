@@ -377,6 +377,24 @@ def test_late_choice_moves_what_is_reserved_to_a_better_server_and_never_fails()
     assert admission.handle_choice(2.0, "unknown") is None
 
 
+def test_late_choice_goes_neither_back_to_a_server_that_failed_nor_to_one_that_is_down() -> None:
+    for down in (False, True):
+        admission = cluster(growth_share=0.0)
+        avoid = frozenset[str]() if down else frozenset({"d0"})
+        if down:
+            admission.handle_down("d1")
+        found = admitted(admission.handle_request(0.0, ask("one", prompt=1600, avoid=avoid)))
+        assert found.decode == ("d0" if down else "d1")
+        if down:
+            admission.handle_up("d1")
+            admission.handle_down("d0")
+        # Where it is has more load than the other.
+        for number in range(4):
+            busy = frozenset({"d0"})
+            admitted(admission.handle_request(0.0, ask(number, prompt=1600, avoid=busy)))
+        assert admitted(admission.handle_choice(1.0, "one")).decode == "d1"
+
+
 def test_other_numbers_of_a_server_are_counted_anew() -> None:
     admission = one_pair(pages=100)
     admitted(admission.handle_request(0.0, ask(1, prompt=640, answer=0)))

@@ -256,6 +256,36 @@ def test_a_peer_that_does_not_give_pages_back_loses_the_room(agent: FakeAgent) -
     assert len(agent.named("push")) == pushes
 
 
+def test_a_room_that_fails_while_pages_are_taken_back_holds_up_no_other(agent: FakeAgent) -> None:
+    """Its pushes are never reported as taken back, since nothing that is read of it counts."""
+    now = iter(range(0, 10_000, 20))
+    r = rank(agent, clock=lambda: float(next(now)))
+    chunks = [Chunk("p", 7, 0, 32, (1,), False), Chunk("q", 8, 0, 32, (2,), False)]
+    step(r, opens=[Open("p", 7), Open("q", 8)], chunks=chunks)
+
+    def answer(push: Any) -> None:
+        if push.room == 8:
+            agent.say(8, "Retracted", released=False, push=push)
+        elif not agent.events:
+            agent.say(7, "Failed", released=False)
+
+    agent.on_retract = answer
+    r.begin_step(Orders(preempted=["p", "q"]))
+    assert agent.named("cancel") == [], "no time passed in which a room had to be given up"
+    r.end_step()
+    step(r, chunks=[Chunk("q", 8, 0, 40, (8, 9), True)])
+    assert agent.named("push")[-1] == (8, [8, 9], 0, 2, (1, 2), True)
+
+
+def test_no_step_computes_over_pages_that_could_not_be_taken_back(agent: FakeAgent) -> None:
+    now = iter(range(0, 10_000, 20))
+    r = rank(agent, clock=lambda: float(next(now)))
+    step(r, opens=[Open("p", 7)], chunks=[Chunk("p", 7, 0, 32, (1,), False)])
+    agent.full = 10
+    with pytest.raises(kx.QueueFull):
+        r.begin_step(Orders(preempted=["p"]))
+
+
 def test_an_aborted_prompt_is_cancelled_and_kept_until_nobody_reads_it(agent: FakeAgent) -> None:
     r = rank(agent)
     step(r, opens=[Open("p", 7)], chunks=[Chunk("p", 7, 0, 32, (1,), False)])

@@ -42,7 +42,7 @@ class Held:
             "short",
             "slot",
         ),
-        *("prefill_tokens", "local_tokens", "nbytes", "admitted_s", "first_s"),
+        *("prefill_tokens", "local_tokens", "nbytes", "admitted_s", "first_s", "avoid"),
     )
 
     def __init__(self, id: Hashable, prompt_tokens: int, answer_tokens: int, moved_tokens: int) -> None:
@@ -57,6 +57,7 @@ class Held:
         # Pages that its answer needs and that the server has not got.
         self.short = 0
         self.slot = False
+        self.avoid: frozenset[str] = frozenset()
         self.prefill_tokens = 0
         self.local_tokens = 0
         self.nbytes = 0

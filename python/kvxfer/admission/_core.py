@@ -343,8 +343,9 @@ class Admission:
         tokens = held.prompt_tokens + held.answer_tokens
         cached = max(0, held.prompt_tokens - held.moved_tokens)
         request = Request(held.id, held.prompt_tokens, held.answer_tokens, cached)
-        fits = self._fits(books.need(tokens))
-        fits[at] = True
+        fits = self._avoiding(self._fits(books.need(tokens)), "decode", held.avoid)
+        # It has its place there, but that is worth nothing if the server is down.
+        fits[at] = bool(books.up[at]) or not fits.any()
         self._off_links(held)
         # Not by giving back: what is free would go to others.
         books.reserved[at] -= pages
@@ -355,7 +356,7 @@ class Admission:
         self._on_links(held, nbytes)
         cost = np.where(fits, cost, np.inf)
         best = int(cost.argmin())
-        return at if cost[at] <= cost[best] * (1 + _ALIKE) else best
+        return at if fits[at] and cost[at] <= cost[best] * (1 + _ALIKE) else best
 
     def _move_to(self, held: Held, d: int) -> None:
         nbytes = held.nbytes
@@ -540,6 +541,7 @@ class Admission:
         cost = np.where(usable, self._decode_costs(request, need, best_s), np.inf)
         d = self._least(cost)
         held = Held(request.id, request.prompt_tokens, request.answer_tokens, moved)
+        held.avoid = request.avoid
         if local_s is not None and local_s[d] < move_s[d]:
             held.local_tokens = moved
             self._recomputed += not request.local

@@ -381,14 +381,7 @@ class Router:
         tasks.append(prefill)
         params = decode_params(room, source)
         if self.settings.decode_choice == "late":
-            given = (await prefill).get("kv_transfer_params")
-            if not isinstance(given, dict) or "room" not in given:
-                raise Failure(
-                    f"prefill server {admitted.prefill} answered without kv_transfer_params, which a late "
-                    "choice of decode needs: start it with kvxfer's connector, or take --decode-choice early",
-                    server=admitted.prefill,
-                    retry=False,
-                )
+            given = self._handed_off(await prefill, admitted.prefill)
             params = {**params, **given, "do_remote_prefill": True, "do_remote_decode": False}
             chosen = self.admission.handle_choice(time.monotonic(), room)
             decode = self.decode[chosen.decode if chosen else admitted.decode]
@@ -400,12 +393,24 @@ class Router:
         while answer in pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             if prefill in done and (answer not in done or answer.exception() is not None):
-                # Raises what went wrong there: decode only suffers from it.
-                prefill.result()
+                # Raises what went wrong there: decode only suffers from it, and would wait in vain.
+                self._handed_off(prefill.result(), admitted.prefill)
         opened = answer.result()
         if opened.body is None:
             self._first_token(flow, room)
         return opened
+
+    def _handed_off(self, answer: Any, server: str) -> dict[str, Any]:
+        """What a prefill server says of the hand-off; `Failure` if it has computed the prompt for itself."""
+        given = answer.get("kv_transfer_params")
+        if not isinstance(given, dict) or "room" not in given:
+            raise Failure(
+                f"prefill server {server} answered without kv_transfer_params, so it hands nothing off: "
+                "start it with kvxfer's connector, as kv_producer or kv_both",
+                server=server,
+                retry=False,
+            )
+        return given
 
     async def _prefill_leg(self, flow: _Flow, room: int, admitted: Admitted, headers: dict[str, str]) -> Any:
         assert admitted.prefill is not None

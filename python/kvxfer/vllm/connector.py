@@ -99,6 +99,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 f"the model has {groups} groups of KV pages, and KvxferConnector hands off one so far: start"
                 " vLLM with --disable-hybrid-kv-cache-manager"
             )
+        for group in kv_cache_config.kv_cache_groups:
+            _needs_all_pages(group.kv_cache_spec)
         self._block_size: int = vllm_config.cache_config.block_size
         self._books: Books | None = None
         self._rank: Rank | None = None
@@ -399,6 +401,20 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         }
         digest = hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:12]
         return f"{PurePath(model.model).name}:{digest}"
+
+
+def _needs_all_pages(spec: Any) -> None:
+    """Refuses groups whose pages vLLM frees while their request runs, since a peer may be reading them."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    # Layers of one kind that differ in size come as one.
+    for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
+        if not isinstance(one, FullAttentionSpec):
+            raise kx.NotSupported(
+                f"the model's KV pages are of kind {type(one).__name__}, which vLLM frees while a request"
+                " runs; KvxferConnector hands off full attention so far: start vLLM with"
+                " --disable-hybrid-kv-cache-manager if the model has full attention too"
+            )
 
 
 def _extent(tensor: torch.Tensor) -> int:

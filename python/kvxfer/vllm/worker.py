@@ -372,30 +372,43 @@ class Rank:
                 self._retracting.add(push.id)
                 try:
                     self._patient(lambda push=push: self._agent.retract(push))  # type: ignore[misc]
+                except QueueFull:
+                    # The push stands, and the step would write what a peer reads: rather no step.
+                    raise
                 except KvxferError as error:
-                    # The room has ended, or will be given up with all that is left of it.
+                    # The room has ended.
                     self._retracting.discard(push.id)
                     _log.debug("kvxfer: room %d: a push cannot be taken back: %s", out.room, error)
         until = self._clock() + _RETRACT_S
-        while self._retracting and not all(out.ended for out in outs):
+        # By poll, since a process with many descriptors has numbers that select does not take.
+        ready = select.poll()
+        ready.register(self._agent.fileno(), select.POLLIN)
+        while slow := [out for out in outs if self._is_read(out)]:
             left = until - self._clock()
             if left <= 0:
-                # A room that has failed delivers no answer, whatever is read from its pages now.
-                for out in outs:
+                for out in slow:
                     out.failed = True
                     self._give_up(out)
                 _log.error(
                     "kvxfer: %d preempted requests are not handed off: the other engine still reads their"
                     " pages after %.0f s",
-                    len(outs),
+                    len(slow),
                     _RETRACT_S,
                 )
                 break
-            select.select([self._agent.fileno()], [], [], min(left, 1.0))
+            ready.poll(min(left, 1.0) * 1e3)
             self._take_events()
         self._retracting.clear()
         for out in outs:
             out.pushes.clear()
+
+    def _is_read(self, out: _Out) -> bool:
+        """Whether a push that is being taken back may still be read, and what is read would count.
+
+        A room that has failed delivers no answer, whatever is read from its pages now, and its pushes are
+        not reported.
+        """
+        return not (out.ended or out.failed) and any(push.id in self._retracting for push in out.pushes)
 
     def _patient(self, call: Callable[[], Any]) -> Any:
         """Makes a call that only queues an order, again while the queue is full."""
