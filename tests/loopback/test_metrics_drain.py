@@ -43,4 +43,4 @@ def test_a_drain_is_seen_while_it_lasts_and_counted_when_it_is_over() -> None:
         # A stop and a continuation take longer than the shortest bucket.
         assert drains["counts"][0] == 0
         assert rooms()["draining"] == 0
-        assert decode.stats()["quarantined_pages"] == 0
+        eventually(lambda: decode.stats()["quarantined_pages"] == 0, "counted")

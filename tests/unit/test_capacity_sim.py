@@ -281,7 +281,8 @@ def test_whatever_is_asked_all_ends_and_all_is_given_back(data: st.DataObject) -
     assert len(failed) == cluster.failed + cluster.refused + cluster.rejected
     for r in cluster.requests:
         if not r.failed:
-            assert r.arrival_ms < r.first_ms <= r.last_ms
+            # Sums of the same times in another order.
+            assert r.arrival_ms < r.first_ms <= r.last_ms * (1 + 1e-12)
             assert r.left == 0
     moved = sum(server.receives.moved for server in decodes)
     assert moved == pytest.approx(cluster.moved_bytes, rel=1e-6, abs=1)

@@ -114,8 +114,8 @@ class _Run:
             self.successor_ready = False
 
     def work(self) -> None:
-        """Until decode has seen every room end, or nothing moves."""
-        while not self.drained:
+        """Until decode has seen every room end and who is to die has died, or nothing moves."""
+        while not self.drained or self.dying is not None:
             got = self.workers.next(_TICK_S)
             if got is not None:
                 self._heard(*got)
@@ -130,12 +130,13 @@ class _Run:
                 if time.monotonic() - self.moved_s > _STEP_S:
                     raise CommandError(f"{self.successor} did not start within {_STEP_S:.0f} s")
             elif time.monotonic() - self.moved_s > _STALL_S:
-                self.workers.send(["decode"], stop=True)
-                self.workers.receive(["decode"], "drained", _STEP_S)
+                if not self.drained:
+                    self.workers.send(["decode"], stop=True)
+                    self.workers.receive(["decode"], "drained", _STEP_S)
                 return
 
     def _kill_is_due(self) -> bool:
-        if not self.kills_left or self.dying is not None or not self.successor_ready:
+        if self.drained or not self.kills_left or self.dying is not None or not self.successor_ready:
             return False
         return len(self.active) + len(self.ended) >= self.kills_left[0].after
 
