@@ -76,6 +76,9 @@ class Scene:
         other.expect(self.outward, self.beside_other, tokens=tokens(beside), source=here.address)
         eventually(lambda: here.state(self.inward) == "Waiting", "the room beside is in contact")
         eventually(lambda: other.state(self.outward) == "Waiting", "the other room beside is in contact")
+        # It does not sleep while it looks at a peer's pages, which takes a descriptor.
+        slept = here.stats()["sleeps"]
+        eventually(lambda: here.stats()["sleeps"] > slept, "the peers' pages were looked at")
         self.before = here.footprint()
 
     def room(self) -> int:
