@@ -4,6 +4,7 @@ use crate::kernels::Event;
 use crate::result::{RDMA_FLUSH_OPTIONS, RDMA_SUPPORTED, RDMA_WRITES_ORDERING};
 use crate::sys::Handle;
 use crate::{Context, CudaError, Driver, unsigned};
+use std::ffi::c_int;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -42,14 +43,16 @@ impl Driver {
 
 impl Context {
     /// Makes the context the calling thread's current one until the guard is dropped, for libraries that expect that of
-    /// who calls them.
+    /// who calls them. Their calls do not disturb other threads' captures of graphs meanwhile.
     ///
     /// # Errors
     /// What the driver answers.
     pub fn make_current(self: &Arc<Self>) -> Result<CurrentContext, CudaError> {
+        let entered = self.enter()?;
+        let mode_before = entered.mode_before();
         // The guard pops instead.
-        std::mem::forget(self.enter()?);
-        Ok(CurrentContext { context: Arc::clone(self), thread: PhantomData })
+        std::mem::forget(entered);
+        Ok(CurrentContext { context: Arc::clone(self), mode_before, thread: PhantomData })
     }
 
     /// An event that happens when everything is done that was queued on a stream of somebody else's so far. Does not wait.
@@ -105,6 +108,8 @@ impl Context {
 #[derive(Debug)]
 pub struct CurrentContext {
     context: Arc<Context>,
+    /// The thread's mode of stream capture.
+    mode_before: c_int,
     /// A thread's stack of contexts is its own.
     thread: PhantomData<*const ()>,
 }
@@ -121,6 +126,7 @@ impl Drop for CurrentContext {
     fn drop(&mut self) {
         // It fails only if somebody else has popped what we pushed; then nothing of ours is left there.
         let _ = self.context.calls.pop();
+        let _ = self.context.calls.exchange_capture_mode(self.mode_before);
     }
 }
 

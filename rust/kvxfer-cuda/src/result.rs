@@ -12,6 +12,8 @@ const NOT_READY: Code = 600;
 const NON_BLOCKING: c_uint = 1;
 /// `CU_EVENT_DISABLE_TIMING`.
 const DISABLE_TIMING: c_uint = 2;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: what this thread calls is let through, and spoils nothing, while an engine captures a graph.
+pub(crate) const RELAXED: c_int = 2;
 /// Longest device name that is asked for; the driver cuts longer ones.
 const NAME_BYTES: usize = 256;
 
@@ -196,6 +198,15 @@ impl Calls {
         let mut popped = Handle::NULL;
         // SAFETY: a valid place to write to; an empty stack is an error code.
         self.api.check("cuCtxPopCurrent", unsafe { (self.launch.pop)(&raw mut popped) })
+    }
+
+    /// Gives the calling thread another mode of stream capture. Returns the one that it had.
+    pub(crate) fn exchange_capture_mode(&self, mode: c_int) -> Result<c_int, CudaError> {
+        let mut mode = mode;
+        // SAFETY: a valid place to read from and to write to; what is no mode is an error code.
+        let code = unsafe { (self.launch.capture_mode)(&raw mut mode) };
+        self.api.check("cuThreadExchangeStreamCaptureMode", code)?;
+        Ok(mode)
     }
 
     /// Loads PTX.

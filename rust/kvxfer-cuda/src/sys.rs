@@ -39,6 +39,8 @@ type Release = unsafe extern "C" fn(device: RawDevice) -> Code;
 /// Destroys, pushes, waits for: whatever has one handle.
 type OnHandle = unsafe extern "C" fn(handle: Handle) -> Code;
 type Pop = unsafe extern "C" fn(context: *mut Handle) -> Code;
+/// Puts a thread's mode in the place of the one that is there, and that one into its place.
+type CaptureMode = unsafe extern "C" fn(mode: *mut c_int) -> Code;
 type ModuleLoad = unsafe extern "C" fn(module: *mut Handle, image: *const c_void) -> Code;
 type ModuleFunction =
     unsafe extern "C" fn(function: *mut Handle, module: Handle, name: *const c_char) -> Code;
@@ -73,6 +75,7 @@ pub(crate) struct LaunchApi {
     pub(crate) release: Release,
     pub(crate) push: OnHandle,
     pub(crate) pop: Pop,
+    pub(crate) capture_mode: CaptureMode,
     pub(crate) module_load: ModuleLoad,
     pub(crate) module_unload: OnHandle,
     pub(crate) module_function: ModuleFunction,
@@ -137,6 +140,7 @@ impl Api {
             release: find!(library, name, "cuDevicePrimaryCtxRelease_v2" as Release),
             push: find!(library, name, "cuCtxPushCurrent_v2" as OnHandle),
             pop: find!(library, name, "cuCtxPopCurrent_v2" as Pop),
+            capture_mode: find!(library, name, "cuThreadExchangeStreamCaptureMode" as CaptureMode),
             module_load: find!(library, name, "cuModuleLoadData" as ModuleLoad),
             module_unload: find!(library, name, "cuModuleUnload" as OnHandle),
             module_function: find!(library, name, "cuModuleGetFunction" as ModuleFunction),
