@@ -435,6 +435,41 @@ def test_metrics_are_named_by_prometheus_rules() -> None:
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("prompt", "config", "cause", "held"),
+    [
+        ("Hi", {"slots_share": 0.5}, "memory", 2),
+        ("x" * 160_000, {"link_backlog_s": 0.5}, "transfer", 1),
+        ("x" * 160_000, {"prefill_backlog_s": 6.0}, "prefill", 1),
+    ],
+)
+def test_slots_and_who_waits_for_what_are_told_as_agents_would(
+    prompt: str, config: dict[str, float], cause: str, held: int
+) -> None:
+    """Alerts and `kvxfer top` have them of every decode server, without `load=` in any engine."""
+
+    async def test() -> None:
+        async with scene(decode_settings=",pages=40000,slots=4", admission=Config(**config)) as s:
+            names = [f'kvxfer_{name}{{agent="{s.decode[0].name}"}}' for name in ("slots", "slots_held")]
+            causes = ("memory", "transfer", "prefill")
+            waiting = [f'kvxfer_requests_waiting{{agent="proxy",cause="{one}"}}' for one in causes]
+            idle = await s.metrics()
+            assert [idle[name] for name in (*names, *waiting)] == [4, 0, 0, 0, 0]
+            gate = asyncio.Event()
+            s.prefill[0].behave = when(gate, good_prefill)
+            asking = [asyncio.create_task(s.ask(prompt)) for _ in range(held + 3)]
+            while s.router.admission.stats().queued != 3:
+                await asyncio.sleep(0.001)
+            now = await s.metrics()
+            assert [now[name] for name in names] == [4, held]
+            assert [now[name] for name in waiting] == [3 * (one == cause) for one in causes]
+            gate.set()
+            assert {one[0] for one in await asyncio.gather(*asking)} == {200}
+            s.nothing_is_held()
+
+    run(test())
+
+
 def test_usage_corrects_what_was_reserved_and_what_is_estimated() -> None:
     async def test() -> None:
         async with scene(decode_settings=",pages=4000,page-tokens=16") as s:

@@ -678,6 +678,7 @@ class Admission:
                     pages_reserved=int(d.reserved[i]),
                     pages_short=sum(one.short for one in d.debts[i].values()),
                     slots=int(d.slots[i]),
+                    slots_in_all=spec.slots,
                     slots_held=int(d.slots_held[i]),
                 )
                 for i, spec in enumerate(d.specs)
@@ -689,4 +690,5 @@ class Admission:
             expired=self._expired,
             hold_s=self._hold.value,
             time_per_token_ms=self._token_s.value * 1e3,
+            waiting=dict(Counter(one.reason.value for one in self._queue.values())),
         )

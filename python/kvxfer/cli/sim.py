@@ -7,14 +7,27 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from kvxfer.cli._errors import CommandError
 from kvxfer.cli._sim_costs import costs_of
 from kvxfer.cli._text import Counter, aligned, print_json, prose, table
-from kvxfer.simulate import MODES, Costs, Result, Setup, Traffic, bursts, poisson, read_trace, simulate, users
+from kvxfer.simulate import (
+    MODES,
+    Costs,
+    Crash,
+    Result,
+    Setup,
+    Shape,
+    Traffic,
+    bursts,
+    poisson,
+    read_trace,
+    simulate,
+    users,
+)
 from kvxfer.simulate.plot import PlotError, Point, draw, load
 from kvxfer.simulate.report import LEGEND, costs_rows, notes, sections
 
@@ -57,12 +70,29 @@ def _setup(options: argparse.Namespace, text: str) -> Setup:
         route=options.route,
         posting=posting,
         failure_rate=options.failures,
+        mtbf_s=options.mtbf_s or 0.0,
+        repair_s=options.repair_s,
+        crashes=_crashes(options),
+        crash_seed=options.seed,
         on_failure=options.on_failure,
         offload=options.offload,
         prefix_cache=not options.no_prefix_cache,
         slo_ttft_ms=options.slo_ttft_ms,
         slo_tpot_ms=options.slo_tpot_ms,
     )
+
+
+def _crashes(options: argparse.Namespace) -> tuple[Crash, ...]:
+    found = []
+    for kind, number, at_s, repair_s in options.crash:
+        there = options.prefill if kind == "prefill" else options.decode
+        if not 0 <= number < there:
+            raise ValueError(
+                f"--crash: there is no {kind}-{number}; there are {kind}-0 to {kind}-{there - 1}"
+            )
+        place = number if kind == "prefill" else options.prefill + number
+        found.append(Crash(at_s, place, options.repair_s if repair_s is None else repair_s))
+    return tuple(found)
 
 
 def _loads(options: argparse.Namespace) -> Iterator[_Load]:
@@ -72,26 +102,28 @@ def _loads(options: argparse.Namespace) -> Iterator[_Load]:
             yield _Load(speed, Path(options.trace).name, traffic)
         return
     for prompt in options.prompt:
-        shape = {
-            "requests": options.requests or 200,
+        requests = options.requests or 200
+        shape: Shape = {
             "prompt": prompt,
             "answer": options.answer,
             "spread": options.spread,
             "answer_spread": options.answer_spread,
-            "seed": options.seed,
+            "shared_prefix": options.shared_prefix,
+            "prefixes": options.prefixes,
         }
+        drawn: Any = {"requests": requests, "seed": options.seed, **shape}
         group = f"prompts of {prompt:,} tokens"
         if options.users is not None:
-            yield from (_Load(count, group, users(users=count, **shape)) for count in options.users)
+            yield from (_Load(count, group, users(users=count, **drawn)) for count in options.users)
         elif options.burst_factor is not None:
             burst = {
                 "factor": options.burst_factor,
                 "burst_s": options.burst_s,
                 "every_s": options.burst_every_s,
             }
-            yield from (_Load(qps, group, bursts(qps=qps, **shape, **burst)) for qps in options.qps)
+            yield from (_Load(qps, group, bursts(qps=qps, **drawn, **burst)) for qps in options.qps)
         else:
-            yield from (_Load(qps, group, poisson(qps=qps, **shape)) for qps in options.qps)
+            yield from (_Load(qps, group, poisson(qps=qps, **drawn)) for qps in options.qps)
 
 
 def _axis(options: argparse.Namespace) -> tuple[str, str]:
@@ -108,6 +140,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--trace has its own arrivals: leave out --users and --burst-factor")
     if options.users is not None and options.burst_factor is not None:
         raise ValueError("--users and --burst-factor are two kinds of arrivals: give one")
+    if options.trace is not None and options.shared_prefix:
+        raise ValueError("--trace has its own prompts: leave out --shared-prefix")
     if options.plot is not None:
         load()
 
