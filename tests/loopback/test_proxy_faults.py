@@ -301,6 +301,36 @@ def test_a_client_that_leaves_ends_both_legs(when_it_leaves: str) -> None:
     run(test())
 
 
+def test_a_client_that_hangs_up_when_it_has_the_last_event_has_its_answer_and_aborts_nothing() -> None:
+    async def test() -> None:
+        async with scene() as s:
+            forever = asyncio.Event()
+
+            async def keeps_open(call: Call) -> web.StreamResponse:
+                await arrived(call)
+                response = await begin_stream(call)
+                await response.write(b"".join(events(3, usage=True)))
+                await forever.wait()
+                return response
+
+            s.decode[0].behave = keeps_open
+            body = {"prompt": "Hi", "stream": True}
+            async with s.client.post(s.url + "/v1/completions", json=body) as response:
+                got = b""
+                while not got.endswith(b"data: [DONE]\n\n"):
+                    got += await response.content.readany()
+                response.close()
+            await s.router.idle.wait()
+            metrics = await s.metrics()
+            path = "/v1/completions"
+            assert metrics[f'kvxfer_proxy_requests_total{{outcome="answered",path="{path}"}}'] == 1
+            assert metrics['kvxfer_proxy_aborts_total{by="client"}'] == 0
+            assert metrics["kvxfer_proxy_answer_tokens_total"] == 3
+            s.nothing_is_held()
+
+    run(test())
+
+
 def test_servers_go_out_and_come_in_again() -> None:
     async def test() -> None:
         async with scene(decodes=2) as s:

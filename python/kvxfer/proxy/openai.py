@@ -125,8 +125,10 @@ def _message_chars(message: Any) -> int:
     return chars
 
 
-def prefill_body(incoming: Incoming, room: int) -> bytes:
-    """The prefill leg: the same prompt, and one token, which nobody reads."""
+def prefill_body(incoming: Incoming, room: int, source: str | None = None) -> bytes:
+    """The prefill leg: the same prompt, and one token, which nobody reads. `source` is what the decode leg is
+    told, if that one is sent at the same time.
+    """
     body = dict(incoming.body)
     # They say things about an answer of which this leg makes one token.
     for key in ("stream_options", "best_of", "min_tokens"):
@@ -137,7 +139,8 @@ def prefill_body(incoming: Incoming, room: int) -> bytes:
     if "n" in body:
         body["n"] = 1
     body["stream"] = False
-    body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False, "room": room}
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "room": room}
+    body["kv_transfer_params"] = params if source is None else {**params, "source": source}
     return json.dumps(body).encode()
 
 

@@ -414,8 +414,9 @@ class Router:
 
     async def _prefill_leg(self, flow: _Flow, room: int, admitted: Admitted, headers: dict[str, str]) -> Any:
         assert admitted.prefill is not None
-        body = prefill_body(flow.incoming, room)
         server = self.prefill[admitted.prefill]
+        early = self.settings.decode_choice == "early"
+        body = prefill_body(flow.incoming, room, server.source if early else None)
         answer = await self.upstream.prefill(server, flow.incoming.path, body, headers)
         now_s = time.monotonic()
         flow.prefilled_s = now_s
@@ -518,6 +519,11 @@ class Router:
                         server=opened.server,
                     )
                 )
+            except asyncio.CancelledError:
+                if not total.done or self.stopping:
+                    raise
+                # The client has the whole answer, and hangs up before the server's connection ends.
+                break
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as broken:
                 data = b""
                 # After the last event nothing is missing.

@@ -54,8 +54,6 @@ class Orders:
     cancels: list[str] = field(default_factory=list)
     # Requests that ended, and whose pages wait for `finished_sending`.
     finished: list[str] = field(default_factory=list)
-    # Requests that cannot be had from elsewhere: to be reported as failed loads at once.
-    rejects: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return any(
@@ -66,6 +64,5 @@ class Orders:
                 self.grants,
                 self.cancels,
                 self.finished,
-                self.rejects,
             )
         )
