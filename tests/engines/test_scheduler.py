@@ -184,6 +184,21 @@ def test_nobody_asks_for_a_prompt_and_its_pages_come_back_after_the_timeout(engi
     quiet(pair.p)
 
 
+def test_case_17_nobody_comes_for_a_prompt_and_the_proxy_says_so(engine: Make) -> None:
+    pair = Pair(engine)
+    room = kx.new_room()
+    a = pair.prefill_leg(prompt(70), room)
+    until(lambda: bool(pair.p.answers[a]), pair.p)
+    for _ in range(20):
+        pair.p.step()
+    assert pair.p.used > 0, "pages wait for the grant"
+    began = time.monotonic()
+    pair.p.add([1], {"give_up": room}, max_tokens=1)
+    quiet(pair.p)
+    assert time.monotonic() - began < 50, "prefill waited for its timeout"
+    pair.check(prompt(40))
+
+
 @pytest.mark.parametrize("who", ["prefill", "decode"])
 @pytest.mark.parametrize("turns", range(9))
 @pytest.mark.parametrize("first", ["prefill", "decode", "both"])

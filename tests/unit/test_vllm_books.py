@@ -372,6 +372,15 @@ def test_a_prompt_that_came_to_another_data_parallel_engine_than_decode_was_told
     assert alone.new_request("d", {**PREFILL_LEG, "source": "gateway:1"}, 10) is None
 
 
+def test_a_room_that_nobody_comes_for_is_given_up_and_its_messenger_is_computed() -> None:
+    b = books("kv_producer", on_missing_room="reject")
+    assert b.new_request("m", {"give_up": 7}, 1) is None
+    assert b.matched("m", 0) == (0, False)
+    assert b.pending
+    assert b.step([new("m", (1,), 0, 1)], ()).given_up == [7]
+    assert (b.missing_rooms, b.refused_requests) == (0, 0)
+
+
 def test_an_answer_says_how_long_its_prompt_took_to_come() -> None:
     now = [10.0]
     b = Books(read_settings({}, role="kv_consumer", engine="e"), BLOCK, clock=lambda: now[0])

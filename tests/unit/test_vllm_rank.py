@@ -398,6 +398,20 @@ def test_an_aborted_prompt_that_sent_nothing_is_not_reported(agent: FakeAgent) -
     assert r.busy == 0
 
 
+def test_a_room_that_nobody_comes_for_gives_its_pages_back_whether_its_request_has_ended_or_not(
+    agent: FakeAgent,
+) -> None:
+    r = rank(agent)
+    step(r, opens=[Open("p", 7)], chunks=[CHUNK])
+    step(r, finished=["p"])
+    assert step(r, given_up=[8, 7]) == NOTHING
+    assert agent.named("cancel") == [(7,)]
+    agent.say(7, "Failed")
+    assert step(r) == ({"p"}, set(), set())
+    assert step(r, given_up=[7]) == NOTHING
+    assert agent.named("cancel") == [(7,)]
+
+
 def test_a_full_queue_is_waited_for(agent: FakeAgent) -> None:
     r = rank(agent)
     r.begin_step(Orders(opens=[Open("p", 7)], chunks=[CHUNK]))

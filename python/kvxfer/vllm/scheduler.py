@@ -79,6 +79,10 @@ class Books:
         """A request has come. The answer is what is wrong with it, for which it is to fail; None if nothing
         is.
         """
+        if params and (room := _room(params.get("give_up"))) is not None:
+            # From a proxy whose decode leg failed. The prefill leg may have ended, and cannot be aborted.
+            self._orders.given_up.append(room)
+            return None
         asks = [key for key in _ASKS if params and params.get(key)]
         if not asks:
             # A proxy that says no to both means it: decode computes this one by itself.

@@ -163,6 +163,10 @@ class Rank:
                 _log.debug("kvxfer: room %d cannot be opened: %s", opened.room, error)
         for grant in orders.grants:
             self._grant(grant)
+        for room in orders.given_up:
+            out = self._out.get(self._of_room.get(room, ""))
+            if out is not None and out.room == room and not out.ended:
+                self._give_up(out)
         for request in orders.cancels:
             self._cancel(request)
         for request in orders.finished:
