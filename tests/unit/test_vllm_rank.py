@@ -1,6 +1,5 @@
 """One rank of the vLLM connector against an agent that the test plays."""
 
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -102,8 +101,6 @@ def agent() -> Iterator[FakeAgent]:
 
 def rank(agent: FakeAgent, unit: int = 32, block: int = 32, **kwargs: Any) -> Rank:
     settings = read_settings(kwargs.pop("extra", {}), role="kv_both", engine="e")
-    # Each look at the clock takes 2 ms, so that no layer waits for the next one.
-    kwargs.setdefault("clock", itertools.count(0.0, 0.002).__next__)
     return Rank(agent, settings, unit=unit, block_size=block, layers=range(LAYERS), **kwargs)  # type: ignore[arg-type]
 
 
@@ -248,31 +245,44 @@ def test_a_load_that_is_wrong_in_itself_is_told_from_one_that_had_no_luck(
     assert results.refused == ({"d": str(error)} if refused else {})
 
 
-def test_layers_that_are_computed_within_a_millisecond_go_together_and_the_last_one_at_once(
-    agent: FakeAgent,
+@pytest.mark.parametrize(
+    ("layers", "sizes"),
+    [
+        (range(1), [1]),
+        (range(8), [1] * 8),
+        (range(30), [1, 1, 2, 4, 4, 4, 4, 4, 3, 1, 1, 1]),
+        (range(40, 80), [1, 1, 2, 4, 5, 5, 5, 5, 5, 3, 2, 1, 1]),
+    ],
+    ids=str,
+)
+def test_layers_go_together_but_for_the_first_and_the_last_ones(
+    agent: FakeAgent, layers: range, sizes: list[int]
 ) -> None:
-    now = [50.0]
     settings = read_settings({}, role="kv_both", engine="e")
-    r = Rank(agent, settings, unit=32, block_size=32, layers=range(10), clock=lambda: now[0])  # type: ignore[arg-type]
-    r.begin_step(Orders(opens=[Open("p", 7)], chunks=[CHUNK]))
-    for layer, at in enumerate((0.0, 0.3, 0.6, 1.1, 1.2, 5.0, 9.0, 9.1, 9.2, 9.3)):
-        now[0] = 100.0 + at / 1e3
-        r.save_layer(layer)
-    pushes = [(call[4], call[5]) for call in agent.named("push")]
-    assert pushes == [((0, 1), False), ((1, 4), False), ((4, 6), False), ((6, 7), False), ((7, 10), True)]
+    r = Rank(agent, settings, unit=32, block_size=32, layers=layers)  # type: ignore[arg-type]
+    for _ in range(2):
+        agent.calls.clear()
+        r.begin_step(Orders(opens=[Open("p", 7)] if not r.busy else [], chunks=[CHUNK]))
+        for layer in layers:
+            r.save_layer(layer)
+        pushes = [(call[4], call[5]) for call in agent.named("push")]
+        assert [end - first for (first, end), _ in pushes] == sizes
+        assert [first for (first, _), _ in pushes] == [
+            layers.start + sum(sizes[:i]) for i in range(len(sizes))
+        ]
+        assert [last for _, last in pushes] == [False] * (len(sizes) - 1) + [True]
 
 
 def test_layers_that_come_in_another_order_go_alone(agent: FakeAgent) -> None:
     settings = read_settings({}, role="kv_both", engine="e")
-    r = Rank(agent, settings, unit=32, block_size=32, layers=range(4), clock=lambda: 0.0)  # type: ignore[arg-type]
+    r = Rank(agent, settings, unit=32, block_size=32, layers=range(16))  # type: ignore[arg-type]
     r.begin_step(Orders(opens=[Open("p", 7)], chunks=[CHUNK]))
-    for layer in (1, 0, 2, 3):
+    for layer in (0, 1, 3, 2, *range(4, 16)):
         r.save_layer(layer)
-    assert [(call[4], call[5]) for call in agent.named("push")] == [
-        ((1, 2), False),
-        ((0, 1), False),
-        ((2, 4), True),
-    ]
+    pushed = [call[4] for call in agent.named("push")]
+    assert pushed[:4] == [(0, 1), (1, 2), (3, 4), (2, 3)]
+    assert sorted(layer for first, end in pushed for layer in range(first, end)) == list(range(16))
+    assert [call[5] for call in agent.named("push")][-1]
 
 
 def test_pages_in_quarantine_are_counted_as_they_come_and_go_and_said_once(

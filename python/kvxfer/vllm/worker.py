@@ -28,9 +28,9 @@ _log = logging.getLogger("vllm.kvxfer")
 _RETRACT_S = 30.0
 # How long a full queue is waited for; the transfer thread empties thousands of orders a millisecond.
 _QUEUE_S = 5.0
-# Layers that are computed faster than this are pushed together. Each push wakes the transfer thread, which
-# takes its time from the engine where cores are busy.
-_TOGETHER_S = 1e-3
+# A push has at most one part in so many of the layers. Each push wakes the transfer thread, which on busy cores
+# takes its time from the engine: a push for each layer costs much more than its few microseconds.
+_TOGETHER = 8
 # How often the agent's own numbers are looked at.
 _LOOK_S = 1.0
 
@@ -119,9 +119,9 @@ class Rank:
         self._abandoned: dict[str, int] = {}
         self._of_room: dict[int, str] = {}
         self._slices: list[_Slice] = []
-        # Layers of this step that are computed and not pushed yet, and when the last push was.
+        # Layers of this step that are computed and not pushed yet, and how many are pushed.
         self._computed = range(0)
-        self._pushed_s = 0.0
+        self._pushed = 0
         self._looked_s = clock()
         self._quarantined = 0
         self._evict_key: tuple[int, int] | None = None
@@ -171,21 +171,22 @@ class Rank:
             self._cancel(request)
         for request in orders.finished:
             self._finish(request)
-        self._computed = range(0)
+        self._computed, self._pushed = range(0), 0
         self._slices = [item for item in map(self._slice, orders.chunks) if item is not None]
 
     def save_layer(self, layer: int) -> None:
-        """A layer of this step's tokens is computed: it goes out while the engine computes the next ones,
-        together with those since the last push, if that was less than a millisecond ago.
+        """A layer of this step's tokens is computed. Layers go out while the engine computes the next ones:
+        at first alone, so that the link has work at once, then several together, and the last ones alone
+        again, since nothing is computed while those move.
         """
-        now = self._clock()
         if self._computed and layer == self._computed.stop:
             self._computed = range(self._computed.start, layer + 1)
         else:
             self._push_computed()
             self._computed = range(layer, layer + 1)
-        if layer == self._layers.stop - 1 or now - self._pushed_s >= _TOGETHER_S:
-            self._pushed_s = now
+        count = len(self._layers)
+        together = min(-(-count // _TOGETHER), self._pushed, (count - self._pushed) // 2)
+        if len(self._computed) >= together or layer == self._layers.stop - 1:
             self._push_computed()
 
     def end_step(self) -> Results:
@@ -216,6 +217,7 @@ class Rank:
         layers, self._computed = self._computed, range(0)
         if not layers:
             return
+        self._pushed += len(layers)
         for item in self._slices:
             if item.out.ended or item.out.failed:
                 continue
