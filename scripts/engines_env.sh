@@ -28,8 +28,18 @@ fi
 stamp() { # the inputs of a venv
     { "$python" -V; cat "$@"; } | sha256sum
 }
+# A download of gigabytes may break off: pip goes on with what it has, and is asked three times.
 install() {
-    "$1/bin/python" -m pip --disable-pip-version-check --no-input install --quiet --progress-bar=off --no-deps "${@:2}"
+    local try
+    for try in 1 2 3; do
+        if "$1/bin/python" -m pip --disable-pip-version-check --no-input --retries 10 --timeout 60 install \
+            --quiet --progress-bar=off --no-deps "${@:2}"; then
+            return
+        fi
+        echo "kvxfer: pip could not install everything (try $try of 3)" >&2
+        sleep "$((5 * try))"
+    done
+    return 1
 }
 site() {
     "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'

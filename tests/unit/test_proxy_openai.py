@@ -132,6 +132,8 @@ def test_the_legs_keep_what_the_client_said_but_for_hand_offs() -> None:
         "top_p": 0.1,
         "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "room": 77},
     }
+    both = json.loads(prefill_body(incoming, 77, "10.0.0.1:9000"))["kv_transfer_params"]
+    assert both == {**prefill["kv_transfer_params"], "source": "10.0.0.1:9000"}
     decode = json.loads(leg_body(incoming, local_params()))
     assert decode == {**body, "kv_transfer_params": local_params()}
     assert incoming.body == body, "the request itself is left alone: it may be sent again"

@@ -20,6 +20,7 @@ from kvxfer.proxy.openai import (
     Incoming,
     Seen,
     decode_params,
+    give_up_body,
     leg_body,
     local_params,
     parse,
@@ -56,7 +57,7 @@ class _Flow:
 
     __slots__ = (
         *("admitted_s", "began_s", "first_s", "headers", "incoming", "opened"),
-        *("prefilled_s", "reached", "sent_s", "web"),
+        *("prefill", "prefilled_s", "reached", "sent_s", "web"),
     )
 
     def __init__(self, request: web.Request, incoming: Incoming, now_s: float) -> None:
@@ -70,6 +71,8 @@ class _Flow:
         self.opened: Opened | None = None
         self.admitted_s = now_s
         self.sent_s = now_s
+        # The prefill server of this try, from when it got its leg.
+        self.prefill: str | None = None
         self.prefilled_s: float | None = None
         self.first_s: float | None = None
 
@@ -314,6 +317,7 @@ class Router:
     async def _try(self, flow: _Flow, room: int, avoid: frozenset[str], again: bool) -> web.StreamResponse:
         tasks: list[asyncio.Task[Any]] = []
         places = frozenset[str]()
+        flow.prefill = None
         flow.prefilled_s = flow.first_s = None
         answer_tokens: int | None = None
         finished = False
@@ -351,7 +355,22 @@ class Router:
                 for ended in await asyncio.gather(*tasks, return_exceptions=True):
                     if isinstance(ended, Opened):
                         ended.response.close()
+                self._give_up(flow, room, tasks)
             self._pump()
+
+    def _give_up(self, flow: _Flow, room: int, tasks: list[asyncio.Task[Any]]) -> None:
+        """Tells prefill that nobody comes for a prompt, unless prefill itself failed or decode has it."""
+        leg = tasks[0] if tasks else None
+        if leg is None or flow.prefill is None or flow.first_s is not None or self.stopping:
+            return
+        if not leg.cancelled() and leg.exception() is not None:
+            return
+        server = self.prefill[flow.prefill]
+        self._keep(
+            asyncio.create_task(
+                self.upstream.give_up(server, give_up_body(flow.incoming, room), flow.headers)
+            )
+        )
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         if not task.done():
@@ -376,6 +395,7 @@ class Router:
             opened: Opened = await tasks[0]
             self._first_token(flow, room)
             return opened
+        flow.prefill = admitted.prefill
         source = self.prefill[admitted.prefill].source
         prefill = asyncio.create_task(self._prefill_leg(flow, room, admitted, headers))
         tasks.append(prefill)
@@ -414,8 +434,9 @@ class Router:
 
     async def _prefill_leg(self, flow: _Flow, room: int, admitted: Admitted, headers: dict[str, str]) -> Any:
         assert admitted.prefill is not None
-        body = prefill_body(flow.incoming, room)
         server = self.prefill[admitted.prefill]
+        early = self.settings.decode_choice == "early"
+        body = prefill_body(flow.incoming, room, server.source if early else None)
         answer = await self.upstream.prefill(server, flow.incoming.path, body, headers)
         now_s = time.monotonic()
         flow.prefilled_s = now_s
@@ -518,6 +539,11 @@ class Router:
                         server=opened.server,
                     )
                 )
+            except asyncio.CancelledError:
+                if not total.done or self.stopping:
+                    raise
+                # The client has the whole answer, and hangs up before the server's connection ends.
+                break
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as broken:
                 data = b""
                 # After the last event nothing is missing.
