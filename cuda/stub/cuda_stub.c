@@ -349,6 +349,13 @@ int cuDeviceGetUuid(unsigned char *uuid, int device) {
     LEAVE(ordinal_of(device) >= 0 ? OK : INVALID_DEVICE);
 }
 
+/* Capital letters, as NVIDIA's driver has them. */
+int cuDeviceGetPCIBusId(char *text, int len, int device) {
+    ENTER("cuDeviceGetPCIBusId");
+    snprintf(text, (size_t)len, "0000:%02X:00.0", 0x1a + ordinal_of(device));
+    LEAVE(ordinal_of(device) >= 0 ? OK : INVALID_DEVICE);
+}
+
 int cuDeviceTotalMem_v2(size_t *bytes, int device) {
     ENTER("cuDeviceTotalMem");
     *bytes = (size_t)80 << 30;
@@ -363,6 +370,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     case 116: *value = RDMA; break;
     case 117: *value = FLUSH_OPTIONS; break;
     case 118: *value = WRITES_ORDERING; break;
+    case 124: *value = RDMA; break;
     default: *value = 0;
     }
     LEAVE(ordinal_of(device) >= 0 ? OK : INVALID_DEVICE);

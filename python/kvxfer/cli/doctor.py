@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from kvxfer.cli import _doctor_rdma as rdma
 from kvxfer.cli import _doctor_tests as tests
 from kvxfer.cli._doctor_look import SURVIVES_TCP_WRITERS
 from kvxfer.cli._errors import CommandError
@@ -238,6 +239,35 @@ def _rows_of_fabrics(fabrics: Found) -> list[tuple[str, str]]:
     return rows
 
 
+def _look_at_rdma(ucx: Found, host: Found, gpus: Found, problems: list[str]) -> Found:
+    """A host that has either no GPU or no RDMA card lacks nothing."""
+    found = rdma.look(ucx, host, gpus)
+    if all(line["state"] != "not applicable" or line["name"] == "ACS" for line in found["lines"]):
+        problems += [
+            f"GPUDirect RDMA, {line['name']}: {line['found']}; {line['advice']}"
+            for line in found["lines"]
+            if line["state"] in ("warn", "fail")
+        ]
+    return found
+
+
+def _show_rdma(found: Found) -> None:
+    rows = [
+        (line["name"], line["state"], line["found"])
+        for line in found["lines"]
+        if line["state"] != "not applicable"
+    ]
+    if not rows:
+        print("\nGPUDirect RDMA: not applicable, for this host has neither an NVIDIA GPU nor an RDMA card.")
+        return
+    rows += [
+        (f"rail of GPU {rail['gpu']}", ", ".join(rail["names"]) or "none", rail["why"])
+        for rail in found["rails"]
+    ]
+    print("\nWhat must be true for cards to read and write the memory of GPUs (docs/gpu.md):\n")
+    print(table(rows))
+
+
 def _show(found: Found) -> None:
     print(
         table(
@@ -247,6 +277,7 @@ def _show(found: Found) -> None:
     )
     print("\nBetween two processes on this host, 64 MiB in pieces of 4 KiB, from push to Success:\n")
     print(table(_rows_of_fabrics(found["fabrics"])))
+    _show_rdma(found["rdma"])
     if not found["problems"]:
         print("\nNo problem was found.")
         return
@@ -262,8 +293,16 @@ def run(options: argparse.Namespace) -> int:
     ucx = _look_at_ucx(problems)
     host = _look_at_host(ucx, problems)
     gpus = _look_at_gpus(problems)
+    gpudirect = _look_at_rdma(ucx, host, gpus, problems)
     fabrics = _test_fabrics(ucx, problems)
-    found = {"ucx": ucx, "host": host, "gpus": gpus, "fabrics": fabrics, "problems": problems}
+    found = {
+        "ucx": ucx,
+        "host": host,
+        "gpus": gpus,
+        "rdma": gpudirect,
+        "fabrics": fabrics,
+        "problems": problems,
+    }
     if options.json:
         print_json(found)
     else:

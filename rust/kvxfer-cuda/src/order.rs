@@ -1,7 +1,7 @@
 //! Order with work of others on the device: events and streams that somebody else made, and writes of a network card.
 
 use crate::kernels::Event;
-use crate::result::{RDMA_FLUSH_OPTIONS, RDMA_SUPPORTED, RDMA_WRITES_ORDERING};
+use crate::result::{DMA_BUF_SUPPORTED, RDMA_FLUSH_OPTIONS, RDMA_SUPPORTED, RDMA_WRITES_ORDERING};
 use crate::sys::Handle;
 use crate::{Context, CudaError, Driver, unsigned};
 use std::ffi::c_int;
@@ -25,6 +25,22 @@ pub enum WriteFlush {
 }
 
 impl Driver {
+    /// Whether a device's memory can be let at network cards (GPUDirect RDMA), by the driver's word.
+    ///
+    /// # Errors
+    /// What the driver answers.
+    pub fn supports_rdma(&self, ordinal: u32) -> Result<bool, CudaError> {
+        Ok(self.api.attribute(self.raw_device(ordinal)?, RDMA_SUPPORTED)? != 0)
+    }
+
+    /// Whether a device's memory can be exported as a dma-buf, by the driver's word (NVIDIA's open kernel modules).
+    ///
+    /// # Errors
+    /// What the driver answers, also one that does not know the question.
+    pub fn supports_dmabuf(&self, ordinal: u32) -> Result<bool, CudaError> {
+        Ok(self.api.attribute(self.raw_device(ordinal)?, DMA_BUF_SUPPORTED)? != 0)
+    }
+
     /// The device whose context is current on the calling thread, if one is.
     ///
     /// # Errors

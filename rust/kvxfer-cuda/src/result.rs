@@ -26,6 +26,8 @@ const FLUSH_TO_OWNER: c_int = 100;
 
 /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED`.
 pub(crate) const RDMA_SUPPORTED: c_int = 116;
+/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
+pub(crate) const DMA_BUF_SUPPORTED: c_int = 124;
 /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS`.
 pub(crate) const RDMA_FLUSH_OPTIONS: c_int = 117;
 /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING`.
@@ -91,6 +93,17 @@ impl Api {
         self.check("cuDeviceGetName", code)?;
         let name = buffer.split(|b| *b == 0).next().unwrap_or_default();
         Ok(String::from_utf8_lossy(name).into_owned())
+    }
+
+    /// `0000:1b:00.0`.
+    pub(crate) fn pci_address(&self, name: &OsStr, device: RawDevice) -> Result<String, CudaError> {
+        let ask = self.pci_address_call(name)?;
+        let mut buffer = [0u8; NAME_BYTES];
+        let len = c_int::try_from(NAME_BYTES).unwrap_or(c_int::MAX);
+        // SAFETY: the driver writes at most `len` bytes, NUL included, into the buffer, which has that many.
+        self.check("cuDeviceGetPCIBusId", unsafe { ask(buffer.as_mut_ptr().cast(), len, device) })?;
+        let text = buffer.split(|b| *b == 0).next().unwrap_or_default();
+        Ok(String::from_utf8_lossy(text).to_ascii_lowercase())
     }
 
     pub(crate) fn total_bytes(&self, device: RawDevice) -> Result<usize, CudaError> {

@@ -17,6 +17,7 @@ type DriverVersion = unsafe extern "C" fn(version: *mut c_int) -> Code;
 type DeviceCount = unsafe extern "C" fn(count: *mut c_int) -> Code;
 type DeviceGet = unsafe extern "C" fn(device: *mut RawDevice, ordinal: c_int) -> Code;
 type DeviceName = unsafe extern "C" fn(name: *mut c_char, len: c_int, device: RawDevice) -> Code;
+type DevicePciAddress = unsafe extern "C" fn(text: *mut c_char, len: c_int, device: RawDevice) -> Code;
 type DeviceTotalMem = unsafe extern "C" fn(bytes: *mut usize, device: RawDevice) -> Code;
 type DeviceAttribute = unsafe extern "C" fn(value: *mut c_int, attribute: c_int, device: RawDevice) -> Code;
 
@@ -173,6 +174,12 @@ impl Api {
     pub(crate) fn is_capturing(&self, name: &OsStr) -> Result<IsCapturing, CudaError> {
         let library = &self.library;
         Ok(find!(library, name, "cuStreamIsCapturing" as IsCapturing))
+    }
+
+    /// Asks where a device is on the PCI bus.
+    pub(crate) fn pci_address_call(&self, name: &OsStr) -> Result<DevicePciAddress, CudaError> {
+        let library = &self.library;
+        Ok(find!(library, name, "cuDeviceGetPCIBusId" as DevicePciAddress))
     }
 
     /// Waits until what a network card wrote into the device's memory is visible to it.

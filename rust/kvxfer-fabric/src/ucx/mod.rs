@@ -15,7 +15,7 @@ mod probe;
 mod safe;
 mod worker;
 
-pub use context::{DEFAULT_TLS, UcxOptions, UcxPool};
+pub use context::{DEFAULT_TLS, Devices, UcxOptions, UcxPool};
 pub use probe::{OneSided, ProbeTarget, ProbeWriter, UcxReport, one_sided_probe, probe};
 
 use crate::{Completion, EndRole, EpId, Fabric, FabricError, MemKind, Mover, Piece, RegionSpan};

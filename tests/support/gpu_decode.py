@@ -1,0 +1,108 @@
+"""The decode process of the GPU tests and benchmarks: an order a line, an answer a line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from gpu_driver import Gpu
+from gpu_scene import LIMIT, TARGET, Side, layout, transports
+
+import kvxfer as kx
+
+
+class _Decode:
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.gpu = Gpu()
+        self.sides: list[Side] = []
+        self.agents: list[kx.Agent] = []
+        for n in range(config["ranks"]):
+            shard = kx.Shard(tp_rank=n, tp_size=config["ranks"])
+            whole = layout(config["order"], config["heads"])
+            side = Side(self.gpu, whole, shard, config["pages"], TARGET, config["kind"])
+            agent = kx.Agent(
+                f"d{n}",
+                whole,
+                shard,
+                memory=side.memory,
+                engine="d",
+                role="decode",
+                ucx_tls=transports(self.gpu),
+                **config["agent"],
+            )
+            self.sides.append(side)
+            self.agents.append(agent)
+        self._opened: dict[str, int] = {}
+
+    def expect(self, order: dict[str, Any]) -> Any:
+        for agent in self.agents:
+            agent.expect(**order)
+
+    def wait(self, room: int) -> Any:
+        """The end of a room on all ranks: its state, and when it came (us of the host's monotonic clock)."""
+        ended = []
+        try:
+            for agent in self.agents:
+                ended.append(agent.wait(room, timeout=LIMIT))
+                agent.poll()
+        except kx.KvxferError as error:
+            return {"state": type(error).__name__, "error": str(error)}
+        return {
+            "state": "Success",
+            "at_us": max(event.stats.at_us for event in ended),
+            "bytes": sum(event.stats.bytes for event in ended),
+        }
+
+    def state(self, room: int) -> Any:
+        return [agent.state(room) for agent in self.agents]
+
+    def check(self, order: dict[str, Any]) -> Any:
+        found = [side.wrong(order["tokens"], order["pages"]) for side in self.sides]
+        return next((text for text in found if text is not None), None)
+
+    def paint(self, _: Any) -> Any:
+        for side in self.sides:
+            side.paint()
+
+    def stats(self, _: Any) -> Any:
+        return self.agents[0].stats()
+
+    def peer_copy(self, order: dict[str, Any]) -> Any:
+        """Milliseconds of copies of another process's memory into this one's, by CUDA IPC."""
+        source = self._opened.setdefault(order["handle"], self.gpu.import_(bytes.fromhex(order["handle"])))
+        stream, target = self.gpu.stream(), self.gpu.alloc(order["nbytes"])
+        found = []
+        for _ in range(order["rounds"]):
+            begin = time.perf_counter()
+            self.gpu.copy(target, source, order["nbytes"], stream)
+            self.gpu.sync(stream)
+            found.append((time.perf_counter() - begin) * 1e3)
+        matches = bool(np.array_equal(self.gpu.read(target, 4096), self.gpu.read(source, 4096)))
+        self.gpu.free(target)
+        return {"ms": found, "right": matches}
+
+
+def main() -> None:
+    decode: _Decode | None = None
+    for line in sys.stdin:
+        order = json.loads(line)
+        if decode is None:
+            decode = _Decode(order)
+            answer: Any = {"ready": True}
+        else:
+            ((name, argument),) = order.items()
+            done: Callable[[Any], Any] = getattr(decode, name)
+            answer = {"done": done(argument)}
+        print(json.dumps(answer), flush=True)
+    if decode is not None:
+        for agent in decode.agents:
+            assert agent.close() == []
+        assert decode.gpu.faults() == "", decode.gpu.faults()
+
+
+if __name__ == "__main__":
+    main()
