@@ -4,8 +4,8 @@
 #   benches/gpu/run.sh [--out DIR] [--docs] WHEELS   from the wheels in that folder, without a network
 #   benches/gpu/run.sh [--out DIR] --stub [WHEELS]   the whole script on the stub driver: its numbers mean nothing
 #
-# WHEELS holds kvxfer's abi3 wheel, libucx-cu12 and, if it is to be compared, NIXL's; numpy, pytest, torch and cupy are the
-# host's own, and are used if they are there. PYTHON names the interpreter. DIR (gpu-results) gets result.json, table.md and the
+# WHEELS holds kvxfer's abi3 wheel, libucx-cu12 (unless the host has a UCX with CUDA) and, if it is to be compared, NIXL's. numpy,
+# pytest and pytest-timeout are the host's own, and so are torch and cupy, which are used if they are there. PYTHON names the interpreter. DIR (gpu-results) gets result.json, table.md and the
 # log; --docs puts the table into docs/gpu.md. Each stage has a time limit, and one that fails does not keep the later ones from
 # running. Ends with 1 if a stage failed, with 2 if only a bar was missed.
 set -euo pipefail
@@ -57,9 +57,9 @@ bench() { stage "$1" "$2" "$python" benches/gpu/bench.py "$1" --out "$work/$1.js
 PYTHONPATH="$(pwd)/tests/support:$(pwd)/benches/gpu"
 export PYTHONPATH OPENBLAS_NUM_THREADS=1 PYTHONUNBUFFERED=1
 if [ -n "$wheels" ]; then
-    names=(kvxfer libucx-cu12)
-    for nixl in nixl-cu13 nixl-cu12; do
-        if compgen -G "$wheels/${nixl//-/_}-*.whl" > /dev/null; then names+=("$nixl"); fi
+    names=(kvxfer)
+    for name in libucx-cu12 nixl-cu13 nixl-cu12; do
+        if compgen -G "$wheels/${name//-/_}-*.whl" > /dev/null; then names+=("$name"); fi
     done
     stage install 60 "$python" -m pip install --quiet --no-index --no-deps --no-compile --find-links "$wheels" --target "$work/site" \
         "${names[@]}"
