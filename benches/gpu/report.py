@@ -52,19 +52,23 @@ def of_kernels(found: Found) -> list[Row]:
     return rows
 
 
-def of_hand_offs(found: Found, name: str = "") -> list[Row]:
+def of_hand_offs(found: Found) -> list[Row]:
     rows = []
     for what, one in found.items():
         if not isinstance(one, dict):
             continue
+        if "error" in one:
+            rows.append(Row(f"hand-off, {what}", f"failed: {one['error']}"))
+            continue
         is_bar = what == "one rank, HND"
         times = one["times_the_peer_copy"]
+        copied = "one peer copy" if one["peer_copy_by"] == "CUDA IPC" else one["peer_copy_by"]
         rows.append(
             Row(
-                f"hand-off, {found.get('tokens', '')} tokens, {name or what}".replace(",  tokens", ""),
+                f"hand-off, {one['tokens']} tokens, {what}",
                 f"{one['ms']['median']:.2f} ms for {one['bytes'] / 1e6:.1f} MB "
-                f"({one['gbytes_per_s']:.1f} GB/s), {times:.2f} x one peer copy "
-                f"({one['peer_copy_ms']['median']:.2f} ms); push {one['push_us']['median']:.1f} us",
+                f"({one['gbytes_per_s']:.1f} GB/s), {times:.2f} x {copied} "
+                f"({one['peer_copy_ms']['median']:.3f} ms); push {one['push_us']['median']:.1f} us",
                 f"<= {HAND_OFF_BAR} x" if is_bar else "",
                 times <= HAND_OFF_BAR if is_bar else None,
             )
@@ -122,12 +126,10 @@ def table(stages: dict[str, Found], folder: Path, failed: list[str]) -> tuple[li
         ("hand_off", of_hand_offs),
         ("loop", of_loop),
         ("nixl", of_nixl),
+        ("single_writes", of_hand_offs),
     ):
         if name in stages:
             rows += draw(stages[name])
-    if "nhd_direct" in stages:
-        direct = {"tokens": stages.get("hand_off", {}).get("tokens", ""), "direct": stages["nhd_direct"]}
-        rows += of_hand_offs(direct, "TP8 to TP4, NHD, single writes")
     if machine.get("stub", True):
         for row in rows:
             row.holds = None

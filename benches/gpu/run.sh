@@ -83,11 +83,11 @@ fi
 bench machine 30
 stage tests 120 "$python" -m pytest -q -p no:cacheprovider --junitxml="$work/tests.xml" "${tests[@]}" tests/gpu
 bench kernels 45
-bench hand_off 75
+bench hand_off 90
 bench loop 75
 bench nixl 45
 bench protocols 45
-bench nhd_direct 45
+bench single_writes 45
 bench doctor 60
 
 arguments=("$work" "$out")

@@ -23,7 +23,7 @@ STAGES = [
     "loop",
     "nixl",
     "protocols",
-    "nhd_direct",
+    "single_writes",
     "doctor",
 ]
 

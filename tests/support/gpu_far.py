@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 import numpy as np
-from gpu_driver import Gpu
+from gpu_driver import DriverError, Gpu
 from gpu_scene import LIMIT, TARGET, Prefill, Side, layout, transports
 
 import kvxfer as kx
@@ -40,7 +40,6 @@ class _Decode:
             )
             self.sides.append(side)
             self.agents.append(agent)
-        self._opened: dict[str, int] = {}
 
     def expect(self, order: dict[str, Any]) -> Any:
         for agent in self.agents:
@@ -77,7 +76,10 @@ class _Decode:
 
     def peer_copy(self, order: dict[str, Any]) -> Any:
         """Milliseconds of copies of another process's memory into this one's, by CUDA IPC."""
-        source = self._opened.setdefault(order["handle"], self.gpu.import_(bytes.fromhex(order["handle"])))
+        try:
+            source = self.gpu.import_(bytes.fromhex(order["handle"]))
+        except DriverError as error:
+            return {"error": str(error)}
         stream, target = self.gpu.stream(), self.gpu.alloc(order["nbytes"])
         found = []
         for _ in range(order["rounds"]):

@@ -25,6 +25,8 @@ def kernel(share: float) -> dict[str, Any]:
 def hand_off(times: float) -> dict[str, Any]:
     spread = {"median": 1.0}
     return {
+        "tokens": 2000,
+        "peer_copy_by": "CUDA IPC",
         "ms": spread,
         "bytes": 65_536_000,
         "gbytes_per_s": 65.5,
@@ -43,7 +45,11 @@ def stages(
     return {
         "machine": {"gpu": "A GPU", "stub": stub, "packages": {"kvxfer": "0.1.0"}},
         "kernels": {"rows": {"4 KiB pack": kernel(share), "256 B unpack": kernel(0.55)}},
-        "hand_off": {"tokens": 2000, "one rank, HND": hand_off(times), "TP8 to TP4, HND": hand_off(9.0)},
+        "hand_off": {
+            "one rank, HND": hand_off(times),
+            "TP8 to TP4, HND": hand_off(9.0),
+            "TP8 to TP4, NHD": {"error": "RuntimeError: it broke"},
+        },
         "loop": {
             "pushing": way,
             "receiving": way,
@@ -77,6 +83,7 @@ def test_bars_that_hold(tmp_path: Path) -> None:
     assert text.count(", held |") == 5
     assert "mean nothing" not in text
     assert "not run: no wheel" in text
+    assert "| hand-off, TP8 to TP4, NHD | failed: RuntimeError: it broke |" in text
 
 
 @pytest.mark.parametrize(
