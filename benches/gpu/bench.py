@@ -214,7 +214,7 @@ def _hand_offs(
 
 
 def _peer_copy(decode: Far, nbytes: int, rounds: int) -> tuple[Found, str]:
-    """Milliseconds of one contiguous copy out of this process's memory into the other's, and how it was done."""
+    """Milliseconds of one contiguous copy from this process's memory to the other's, and how it was done."""
     memory = gpu.alloc(nbytes)
     try:
         order = {"handle": gpu.export(memory).hex(), "nbytes": nbytes, "rounds": rounds + WARM_UP}
