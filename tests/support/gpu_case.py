@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 from gpu_driver import Gpu, PackKernel
-from gpu_scene import LIMIT, PAGE_TOKENS, Decode, Prefill, Side, layout, permuted
+from gpu_scene import LIMIT, PAGE_TOKENS, Far, Prefill, Side, layout, permuted
 
 import kvxfer as kx
 from kvxfer import _kvxfer
@@ -65,7 +65,7 @@ def hand_off(
     around the pages.
     """
     with (
-        Decode(order, pages=PAGES, heads=2 * pairs, ranks=pairs, kind=target, staging=staging) as decode,
+        Far(order, pages=PAGES, heads=2 * pairs, ranks=pairs, kind=target, staging=staging) as decode,
         Prefill(gpu, order, pages=PAGES, ranks=2 * pairs, kind=source, staging=staging) as prefill,
     ):
         for n in range(rounds):
@@ -175,7 +175,7 @@ def late_event() -> None:
     forms = events()
     stream = gpu.stream()
     with (
-        Decode("HND", pages=PAGES) as decode,
+        Far("HND", pages=PAGES) as decode,
         Prefill(gpu, "HND", pages=PAGES) as prefill,
     ):
         (one, two) = prefill.sides
@@ -215,10 +215,10 @@ def late_event() -> None:
 
 
 def layers() -> None:
-    """An event a layer, done from the last layer to the first: each goes when it may, and all arrive."""
+    """An event for each quarter of the layers: nothing succeeds before the last of them, and all arrive."""
     streams = [gpu.stream() for _ in range(4)]
     with (
-        Decode("HND", pages=PAGES) as decode,
+        Far("HND", pages=PAGES) as decode,
         Prefill(gpu, "HND", pages=PAGES) as prefill,
     ):
         src, dst = permuted(PAGES, TOKENS, 1), permuted(PAGES, TOKENS, 2)
@@ -230,7 +230,8 @@ def layers() -> None:
             prefill.push(
                 room, src, TOKENS, layers=(16 * n, 16 * n + 16), event=_Protocol(stream), last=n == 3
             )
-        for gate in reversed(gates):
+        # A driver may run the host functions that hold the streams on one thread, in the order of the calls.
+        for gate in reversed(gates) if gpu.is_stub else gates:
             time.sleep(0.02)
             assert decode.order(state=room)["done"] != ["Success"]
             gate.open()
@@ -245,7 +246,7 @@ def capture() -> None:
     stream, captured = gpu.stream(), gpu.stream()
     a, b = gpu.alloc(1 << 20), gpu.alloc(1 << 20)
     with (
-        Decode("HND", pages=PAGES) as decode,
+        Far("HND", pages=PAGES) as decode,
         Prefill(gpu, "HND", pages=PAGES) as prefill,
     ):
         src, dst = permuted(PAGES, TOKENS, 1), permuted(PAGES, TOKENS, 2)

@@ -34,7 +34,7 @@ QWEN3_32B: dict[str, Any] = {
 PAGE_TOKENS = 16
 SOURCE, TARGET = 0x5A, 0xA5
 LIMIT = 60.0
-CHILD = Path(__file__).with_name("gpu_decode.py")
+CHILD = Path(__file__).with_name("gpu_far.py")
 
 
 def layout(order: str, heads: int) -> kx.PageLayout:
@@ -143,17 +143,23 @@ def _host(address: int, nbytes: int) -> Bytes:
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
 
 
-class Decode:
-    """Decode ranks that share `heads` heads, in a process of their own on the same GPU."""
+class Far:
+    """The ranks of one side, in a process of their own on the same GPU.
+
+    Of the decode side `ranks` ranks that share `heads` heads; of the prefill side `ranks` ranks with a head
+    each. `env` is for that process alone.
+    """
 
     def __init__(
         self,
         order: str,
         *,
         pages: int,
+        role: str = "decode",
         heads: int = 2,
         ranks: int = 1,
         kind: str = "device",
+        env: dict[str, str] | None = None,
         **agent: Any,
     ) -> None:
         self._child = subprocess.Popen(
@@ -161,9 +167,9 @@ class Decode:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **(env or {})},
         )
-        self.order(order=order, pages=pages, heads=heads, ranks=ranks, kind=kind, agent=agent)
+        self.order(role=role, order=order, pages=pages, heads=heads, ranks=ranks, kind=kind, agent=agent)
 
     def order(self, **order: Any) -> dict[str, Any]:
         """Has it done, and returns what it says."""
@@ -172,7 +178,7 @@ class Decode:
         self._child.stdin.write(json.dumps(order) + "\n")
         self._child.stdin.flush()
         line = self._child.stdout.readline()
-        assert line, f"the decode process ended with {self._child.wait(20)}"
+        assert line, f"the other process ended with {self._child.wait(20)}"
         answer: dict[str, Any] = json.loads(line)
         return answer
 

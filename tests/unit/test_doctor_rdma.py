@@ -107,12 +107,12 @@ def test_the_driver(asks: Asks) -> None:
 @pytest.mark.parametrize(
     ("kernel", "version", "dmabuf", "ucx", "lacks"),
     [
-        ("5.12.0-1-generic", OPEN, True, "1.15.0", None),
+        ("5.12.0-1-generic", OPEN, True, "1.14.0", None),
         ("5.11.9", OPEN, True, "1.22.0", "a kernel from 5.12 on"),
         ("6.8.0", CLOSED, False, "1.22.0", "NVIDIA's open kernel modules"),
         ("6.8.0", OPEN, False, "1.22.0", "a driver that exports"),
-        ("6.8.0", OPEN, True, "1.13.1", "UCX from 1.15 on"),
-        ("6.8.0", OPEN, True, None, "UCX from 1.15 on"),
+        ("6.8.0", OPEN, True, "1.13.1", "UCX from 1.14 on"),
+        ("6.8.0", OPEN, True, None, "UCX from 1.14 on"),
     ],
 )
 def test_cards_reach_gpu_memory_by_peermem_or_dmabuf(

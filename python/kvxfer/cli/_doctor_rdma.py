@@ -19,8 +19,8 @@ __all__ = ["look"]
 State = Literal["ok", "warn", "fail", "unknown", "not applicable"]
 Found = dict[str, Any]
 
-# From this kernel on memory of a GPU can be handed to a card as a dma-buf, and UCX takes it from 1.15 on.
-_DMABUF_KERNEL, _DMABUF_UCX = (5, 12), (1, 15)
+# From this kernel on memory of a GPU can be handed to a card as a dma-buf, and UCX takes it from 1.14 on.
+_DMABUF_KERNEL, _DMABUF_UCX = (5, 12), (1, 14)
 # With RDMA every registered byte is locked.
 _LOCKED_BYTES = 64 << 30
 _PCI_EXPRESS, _ACS = 0x10, 0x000D
@@ -130,7 +130,7 @@ def _memory_path(asked: _Asked) -> _Said:
     elif says and not all(says):
         lacks.append("a driver that exports the GPU's memory as dma-buf")
     if ucx < _DMABUF_UCX:
-        lacks.append("UCX from 1.15 on")
+        lacks.append("UCX from 1.14 on")
     if not lacks:
         return _Said("ok", "no nvidia_peermem, but kernel, driver and UCX can do dma-buf")
     return _Said(

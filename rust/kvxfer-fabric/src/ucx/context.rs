@@ -187,7 +187,7 @@ fn wanted(
     }
     if let Some(devices) = devices.filter(|d| !d.names.is_empty()) {
         out.push(("NET_DEVICES", devices.names.join(",")));
-        // By itself UCX writes over one card, however many there are. Before 1.15 it knows no such key, and no way.
+        // By itself UCX writes over one card, however many there are. 1.13 knows no such key, and no way.
         if devices.rails > 1 && user("MAX_RMA_RAILS").is_none() {
             out.push(("MAX_RMA_RAILS", devices.rails.to_string()));
         }

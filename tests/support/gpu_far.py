@@ -1,16 +1,20 @@
-"""The decode process of the GPU tests and benchmarks: an order a line, an answer a line."""
+"""The other process of the GPU tests and benchmarks: an order a line, an answer a line.
+
+It has decode ranks, or prefill ranks whose pages are filled.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
-from gpu_driver import Gpu
-from gpu_scene import LIMIT, TARGET, Side, layout, transports
+from gpu_driver import DriverError, Gpu
+from gpu_scene import LIMIT, TARGET, Prefill, Side, layout, transports
 
 import kvxfer as kx
 
@@ -36,7 +40,6 @@ class _Decode:
             )
             self.sides.append(side)
             self.agents.append(agent)
-        self._opened: dict[str, int] = {}
 
     def expect(self, order: dict[str, Any]) -> Any:
         for agent in self.agents:
@@ -73,7 +76,10 @@ class _Decode:
 
     def peer_copy(self, order: dict[str, Any]) -> Any:
         """Milliseconds of copies of another process's memory into this one's, by CUDA IPC."""
-        source = self._opened.setdefault(order["handle"], self.gpu.import_(bytes.fromhex(order["handle"])))
+        try:
+            source = self.gpu.import_(bytes.fromhex(order["handle"]))
+        except DriverError as error:
+            return {"error": str(error)}
         stream, target = self.gpu.stream(), self.gpu.alloc(order["nbytes"])
         found = []
         for _ in range(order["rounds"]):
@@ -86,22 +92,52 @@ class _Decode:
         return {"ms": found, "right": matches}
 
 
+class _Prefill:
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.gpu = Gpu()
+        self.prefill = Prefill(
+            self.gpu, config["order"], pages=config["pages"], ranks=config["ranks"], **config["agent"]
+        )
+        self.agents = self.prefill.agents
+
+    def address(self, _: Any) -> Any:
+        return self.prefill.address
+
+    def fill(self, order: dict[str, Any]) -> Any:
+        self.prefill.fill(order["tokens"], order["pages"])
+
+    def push(self, order: dict[str, Any]) -> Any:
+        self.prefill.await_grant(order["room"])
+        self.prefill.push(order["room"], order["pages"], order["tokens"])
+
+    def drain(self, room: int) -> Any:
+        self.prefill.drain(room)
+
+
+def answers() -> TextIO:
+    """Where answers go: what libraries print goes to the standard error instead."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return out
+
+
 def main() -> None:
-    decode: _Decode | None = None
+    out = answers()
+    far: _Decode | _Prefill | None = None
     for line in sys.stdin:
         order = json.loads(line)
-        if decode is None:
-            decode = _Decode(order)
+        if far is None:
+            far = _Prefill(order) if order["role"] == "prefill" else _Decode(order)
             answer: Any = {"ready": True}
         else:
             ((name, argument),) = order.items()
-            done: Callable[[Any], Any] = getattr(decode, name)
+            done: Callable[[Any], Any] = getattr(far, name)
             answer = {"done": done(argument)}
-        print(json.dumps(answer), flush=True)
-    if decode is not None:
-        for agent in decode.agents:
+        print(json.dumps(answer), file=out)
+    if far is not None:
+        for agent in reversed(far.agents):
             assert agent.close() == []
-        assert decode.gpu.faults() == "", decode.gpu.faults()
+        assert far.gpu.faults() == "", far.gpu.faults()
 
 
 if __name__ == "__main__":
