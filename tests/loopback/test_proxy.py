@@ -225,9 +225,12 @@ def test_a_full_decode_server_answers_429_with_retry_after() -> None:
             assert (await s.ask())[0] == 200
             metrics = await s.metrics()
             assert metrics['kvxfer_proxy_refused_total{reason="decode_slots"}'] == 1
-            code, _, found = await s.ask("x" * 400_000)
+            # How many tokens these are only a server can say; 70,000 tokens are too many for 64,000.
+            assert (await s.ask("x" * 400_000))[0] == 200
+            assert (await s.ask("x", max_tokens=10**6))[0] == 200
+            code, _, found = await s.post(prompt=[1] * 70_000)
             assert code == 400
-            assert "more KV pages than any decode server has" in found["error"]["message"]
+            assert "the prompt (70000 tokens) needs more KV pages than any" in found["error"]["message"]
             s.nothing_is_held()
 
     run(test())

@@ -174,6 +174,18 @@ class Admission:
             books.grow(one, books.pages_at(d, one.prompt_tokens + one.answer_tokens))
         self._given_back()
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of prompt and answer for which the largest decode server has pages.
+
+        None: as far as is known, nothing limits them.
+        """
+        rooms = [
+            None if spec.pages is None else spec.pages * spec.page_tokens for spec in self._decodes.specs
+        ]
+        known = [room for room in rooms if room is not None]
+        return max(known) if known and len(known) == len(rooms) else None
+
     # Requests.
 
     def handle_request(self, now_s: float, request: Request, *, first: bool = False) -> Decision:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import time
 from typing import Any
 
@@ -29,6 +30,7 @@ from kvxfer.proxy.openai import (
 from kvxfer.proxy.replies import (
     ClientGone,
     Told,
+    deliver,
     error,
     failed,
     failure_event,
@@ -101,6 +103,8 @@ class Router:
         self._waiting: dict[int, asyncio.Future[Admitted | Expired]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._flows: dict[asyncio.Task[Any], _Flow] = {}
+        # Of those, the ones whose answer is complete here and is taken by the client still.
+        self._delivering: set[_Flow] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self._warned: set[str] = set()
         self.watches: dict[str, Watch] = {}
@@ -134,7 +138,11 @@ class Router:
         """Ends all requests in flight, each with an error that its client sees."""
         self.draining = self.stopping = True
         for task, flow in list(self._flows.items()):
-            if flow.opened is not None and flow.reached:
+            if flow in self._delivering:
+                # Nobody can tell the client more in an answer whose length it knows: the connection breaks.
+                if flow.web.transport is not None:
+                    flow.web.transport.abort()
+            elif flow.opened is not None and flow.reached:
                 # The stream itself then tells its client.
                 flow.opened.response.close()
             else:
@@ -205,17 +213,25 @@ class Router:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, due - now_s) + 0.001, self._pump)
 
-    def _tokens(self, incoming: Incoming) -> int:
+    def _tokens(self, incoming: Incoming) -> tuple[int, int]:
+        """Tokens of the prompt and of the answer to reserve for.
+
+        An estimate never exceeds what the largest decode server has: whether a request does is for it to say.
+        """
+        most = self.admission.most_tokens or sys.maxsize
         if incoming.prompt_tokens is not None:
-            return max(1, incoming.prompt_tokens)
-        return max(1, math.ceil(incoming.chars / self.chars_per_token))
+            prompt = max(1, incoming.prompt_tokens)
+        else:
+            prompt = max(1, min(most, math.ceil(incoming.chars / self.chars_per_token)))
+        return prompt, max(0, min(most - prompt, self.lengths.expected(incoming.max_tokens)))
 
     async def _admit(self, flow: _Flow, room: int, avoid: frozenset[str], again: bool) -> Admitted:
         incoming = flow.incoming
+        prompt_tokens, answer_tokens = self._tokens(incoming)
         request = Request(
             room,
-            prompt_tokens=self._tokens(incoming),
-            answer_tokens=self.lengths.expected(incoming.max_tokens),
+            prompt_tokens=prompt_tokens,
+            answer_tokens=answer_tokens,
             local=bool(incoming.local),
             avoid=avoid,
         )
@@ -266,16 +282,16 @@ class Router:
             try:
                 response = await self._tries(flow)
                 outcome = "answered"
-                return response
+                return await self._deliver(flow, response)
             except Failure as failure:
                 outcome = {"request": "bad_request", "refused": "refused"}.get(failure.by, "failed")
                 if failure.by in ("server", "timeout"):
                     self.metrics.aborts.labels(failure.by).inc()
-                return failed(failure)
+                return await self._deliver(flow, failed(failure))
             except Told as told:
                 outcome = "failed"
                 self.metrics.aborts.labels(told.by).inc()
-                return told.response
+                return await self._deliver(flow, told.response)
         except (asyncio.CancelledError, ConnectionResetError):
             outcome = "aborted"
             self.metrics.aborts.labels("shutdown" if self.stopping else "client").inc()
@@ -291,6 +307,14 @@ class Router:
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
+
+    async def _deliver(self, flow: _Flow, response: web.StreamResponse) -> web.StreamResponse:
+        flow.reached = True
+        self._delivering.add(flow)
+        try:
+            return await deliver(flow.web, response)
+        finally:
+            self._delivering.discard(flow)
 
     async def _tries(self, flow: _Flow) -> web.StreamResponse:
         avoid: frozenset[str] = frozenset()
@@ -322,10 +346,11 @@ class Router:
             places = frozenset(one for one in (admitted.prefill, admitted.decode) if one)
             flow.admitted_s = time.monotonic()
             opened = flow.opened = await self._legs(flow, room, admitted, tasks)
+            response: web.StreamResponse
             try:
                 if opened.body is not None:
                     seen = opened.seen
-                    response = self._whole(flow, opened)
+                    response = web.Response(body=opened.body, status=200, headers=passed(opened.response))
                 else:
                     response, seen = await self._stream(flow, room, opened)
             finally:
@@ -473,10 +498,6 @@ class Router:
             handoff = min(rest, max(0.0, loaded_s - flow.prefilled_s))
             self.metrics.part.labels("handoff").observe(handoff)
             self.metrics.part.labels("slot").observe(rest - handoff)
-
-    def _whole(self, flow: _Flow, opened: Opened) -> web.StreamResponse:
-        flow.reached = True
-        return web.Response(body=opened.body, status=200, headers=passed(opened.response))
 
     async def _stream(self, flow: _Flow, room: int, opened: Opened) -> tuple[web.StreamResponse, Seen]:
         """Passes events on as they come, each as it is, and never a part of one."""
