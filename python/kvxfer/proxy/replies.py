@@ -14,6 +14,7 @@ from kvxfer.proxy.openai import COMPLETION_PATHS, error_body, error_event
 from kvxfer.proxy.upstream import Failure
 
 __all__ = [
+    "TO_SERVER",
     "ClientGone",
     "Told",
     "deliver",
@@ -25,7 +26,8 @@ __all__ = [
     "passed",
 ]
 
-# What of a server's headers the client gets.
+# What of a request's headers servers get, and what of a server's headers the client gets.
+TO_SERVER = ("Authorization", "X-Request-Id", "traceparent", "tracestate", "User-Agent")
 _TO_CLIENT = ("Content-Type", "Cache-Control", "X-Request-Id", "openai-processing-ms")
 
 

@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -27,7 +28,9 @@ from kvxfer.proxy.openai import (
     prefill_body,
     seen_in_event,
 )
+from kvxfer.proxy.other_paths import health, metrics, models
 from kvxfer.proxy.replies import (
+    TO_SERVER,
     ClientGone,
     Told,
     deliver,
@@ -45,9 +48,6 @@ __all__ = ["Router"]
 
 log = logging.getLogger("kvxfer.proxy")
 
-# What of a request's headers servers get, and what of a server's headers the client gets.
-_TO_SERVER = ("Authorization", "X-Request-Id", "traceparent", "tracestate", "User-Agent")
-_TO_CLIENT = ("Content-Type", "Cache-Control", "X-Request-Id", "openai-processing-ms")
 _MEAN = 0.05
 # No text has more or fewer characters a token; what says so is a miscount.
 _LEAST_CHARS, _MOST_CHARS = 0.25, 16.0
@@ -64,7 +64,7 @@ class _Flow:
     def __init__(self, request: web.Request, incoming: Incoming, now_s: float) -> None:
         self.web = request
         self.incoming = incoming
-        self.headers = {key: request.headers[key] for key in _TO_SERVER if key in request.headers}
+        self.headers = {key: request.headers[key] for key in TO_SERVER if key in request.headers}
         self.headers["Content-Type"] = "application/json"
         self.began_s = now_s
         # Whether anything has reached the client.
@@ -112,9 +112,8 @@ class Router:
         self.app = web.Application(client_max_size=settings.max_body_mib << 20, middlewares=[json_errors])
         for path in COMPLETION_PATHS:
             self.app.router.add_post(path, self._complete)
-        self.app.router.add_get("/v1/models", self._models)
-        self.app.router.add_get("/health", self._health)
-        self.app.router.add_get("/metrics", self._metrics)
+        for path, answer in (("/v1/models", models), ("/health", health), ("/metrics", metrics)):
+            self.app.router.add_get(path, partial(answer, self))
 
     async def start(self) -> None:
         """Connects, and asks every server once how it is."""
@@ -568,48 +567,3 @@ class Router:
             await response.write_eof()
         except ConnectionResetError as broken:
             raise ClientGone from broken
-
-    # The other paths.
-
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        headers = {key: request.headers[key] for key in _TO_SERVER if key in request.headers}
-        last = "no decode server is up"
-        for name, server in self.decode.items():
-            if not self.watches[name].up:
-                continue
-            try:
-                async with self.upstream.session.get(
-                    server.url + "/v1/models",
-                    headers=headers,
-                    timeout=aiohttp.ClientTimeout(total=self.settings.health_timeout_s),
-                ) as found:
-                    body = await found.read()
-                    return web.Response(body=body, status=found.status, headers=passed(found))
-            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as broken:
-                last = str(self.upstream.failure(name, "decode", broken, "at /v1/models"))
-        return error(last, 503, {"Retry-After": "5"})
-
-    async def _health(self, _: web.Request) -> web.Response:
-        up = {name: watch.up for name, watch in self.watches.items()}
-        prefill = any(up[name] for name in self.prefill) or any(
-            one.spec.prefill_tokens_per_s > 0 for one in self.settings.decode
-        )
-        well = prefill and any(up[name] for name in self.decode) and not self.draining
-        body: dict[str, Any] = {
-            "status": "draining" if self.draining else "ok" if well else "down",
-            "servers": {
-                name: {
-                    "role": "prefill" if name in self.prefill else "decode",
-                    "up": watch.up,
-                    "why": watch.why,
-                }
-                for name, watch in self.watches.items()
-            },
-        }
-        return web.json_response(body, status=200 if well else 503)
-
-    async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(
-            body=self.metrics.render(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
