@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from fake_openai import (
     status,
     when,
 )
-from proxied import run, scene
+from proxied import Scene, run, scene
 
 from kvxfer.admission import Config
 
@@ -213,14 +215,21 @@ def test_tokens_reach_the_client_as_they_come() -> None:
     run(test())
 
 
+@asynccontextmanager
+async def one_slot_taken(**config: Any) -> AsyncIterator[tuple[Scene, asyncio.Event, asyncio.Task[Any]]]:
+    """One slot and one request in it, which ends when the gate is opened."""
+    admission = Config(slots_share=1.0, **config)
+    async with scene(decode_settings=",pages=4000,slots=1", admission=admission) as s:
+        gate = asyncio.Event()
+        s.decode[0].behave = when(gate, good_decode)
+        first = asyncio.create_task(s.ask())
+        await s.decode[0].next_call()
+        yield s, gate, first
+
+
 def test_a_full_decode_server_answers_429_with_retry_after() -> None:
     async def test() -> None:
-        admission = Config(queue_requests=0, slots_share=1.0)
-        async with scene(decode_settings=",pages=4000,slots=1", admission=admission) as s:
-            gate = asyncio.Event()
-            s.decode[0].behave = when(gate, good_decode)
-            first = asyncio.create_task(s.ask())
-            await s.decode[0].next_call()
+        async with one_slot_taken(queue_requests=0) as (s, gate, first):
             code, headers, found = await s.ask()
             assert code == 429
             assert int(headers["Retry-After"]) >= 1
@@ -232,9 +241,12 @@ def test_a_full_decode_server_answers_429_with_retry_after() -> None:
             assert (await s.ask())[0] == 200
             metrics = await s.metrics()
             assert metrics['kvxfer_proxy_refused_total{reason="decode_slots"}'] == 1
-            code, _, found = await s.ask("x" * 400_000)
+            # How many tokens these are only a server can say; 70,000 tokens are too many for 64,000.
+            assert (await s.ask("x" * 400_000))[0] == 200
+            assert (await s.ask("x", max_tokens=10**6))[0] == 200
+            code, _, found = await s.post(prompt=[1] * 70_000)
             assert code == 400
-            assert "more KV pages than any decode server has" in found["error"]["message"]
+            assert "the prompt (70000 tokens) needs more KV pages than any" in found["error"]["message"]
             s.nothing_is_held()
 
     run(test())
@@ -242,12 +254,7 @@ def test_a_full_decode_server_answers_429_with_retry_after() -> None:
 
 def test_who_waits_gets_in_when_a_slot_is_free_and_is_refused_after_its_time() -> None:
     async def test() -> None:
-        admission = Config(slots_share=1.0, queue_wait_s=0.3)
-        async with scene(decode_settings=",slots=1,pages=4000", admission=admission) as s:
-            gate = asyncio.Event()
-            s.decode[0].behave = when(gate, good_decode)
-            first = asyncio.create_task(s.ask())
-            await s.decode[0].next_call()
+        async with one_slot_taken(queue_wait_s=0.3) as (s, gate, first):
             code, headers, found = await s.ask()
             assert code == 429
             assert "and it waited 0.3 s" in found["error"]["message"]

@@ -79,6 +79,8 @@ async def scene(
     admission: Config | None = None,
     **settings: Any,
 ) -> AsyncIterator[Scene]:
+    if ",pages=" in decode_settings and ",page-tokens=" not in decode_settings:
+        decode_settings += ",page-tokens=16"
     exchange = Exchange()
     prefill = [await Fake("prefill", exchange).start() for _ in range(prefills)]
     decode = [await Fake("decode", exchange).start() for _ in range(decodes)]

@@ -173,8 +173,8 @@ def test_servers_are_named_with_their_settings() -> None:
         ("http://h:port", "is not a server's address"),
         ("http://h:1/v1", "give the address alone, http://h:1; the proxy adds paths"),
         ("http://h:1,pages", "'pages' is not name=value"),
-        ("http://h:1,pages=1.5", "pages is '1.5'; it must be a whole number"),
-        ("http://h:1,pages=0", "decode server h:1: pages is 0; it must be above 0"),
+        ("http://h:1,pages=1.5,page-tokens=16", "pages is '1.5'; it must be a whole number"),
+        ("http://h:1,pages=0,page-tokens=16", "decode server h:1: pages is 0; it must be above 0"),
         ("http://h:1,source=x:1", "there is no setting 'source'; there are pages, page-tokens, slots"),
     ],
 )

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvxfer.cli._errors import CommandError
 from kvxfer.cli._sim_costs import costs_of
-from kvxfer.cli._text import Counter, aligned, print_json, prose, table
+from kvxfer.cli._text import Counter, aligned, print_json, prose, quantity, table
 from kvxfer.simulate import (
     MODES,
     Costs,
@@ -159,14 +159,22 @@ def _simulate(options: argparse.Namespace, costs: Costs) -> list[tuple[str, _Loa
 
 
 def _about(options: argparse.Namespace) -> str:
-    plain = options.prefill + options.decode
-    servers = "server" if options.prefill == 1 else "servers"
+    kinds = {_setup(options, text).mode.split for text in options.compare}
+    servers = []
+    if True in kinds:
+        servers.append(f"{quantity(options.prefill, 'prefill server')} and {options.decode} for decode")
+    if False in kinds:
+        servers.append(quantity(options.prefill + options.decode, "plain server"))
     return (
-        f"{options.prefill} prefill {servers} and {options.decode} for decode, or {plain} plain ones, of "
-        f"{options.tp} GPUs each "
-        f"with {options.slots} slots; SLOs: first token within {options.slo_ttft_ms:g} ms, "
-        f"{options.slo_tpot_ms:g} ms a token"
+        f"{', or '.join(servers)}, of {quantity(options.tp, 'GPU')} each with {options.slots} slots; "
+        f"SLOs: first token within {options.slo_ttft_ms:g} ms, {options.slo_tpot_ms:g} ms a token"
     )
+
+
+def _length(found: list[tuple[str, _Load, Result]]) -> str:
+    traffic = found[0][1].traffic
+    mean = float(np.mean(traffic.answers))
+    return f"{quantity(len(traffic), 'request')} each, answers of {mean:,.0f} tokens on average"
 
 
 def _show(options: argparse.Namespace, found: list[tuple[str, _Load, Result]]) -> None:
@@ -224,7 +232,7 @@ def run(options: argparse.Namespace) -> int:
         found = _simulate(options, costs)
         if options.plot is not None:
             points = [Point(one.x, name, one.group, result) for name, one, result in found]
-            draw(points, options.plot, x=_axis(options)[0], title=_about(options))
+            draw(points, options.plot, x=_axis(options)[0], title=f"{_about(options)}. {_length(found)}")
     except ValueError as error:
         raise CommandError(str(error), _WRONG_ARGUMENTS) from error
     except PlotError as error:

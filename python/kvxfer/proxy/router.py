@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import time
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -27,9 +29,12 @@ from kvxfer.proxy.openai import (
     prefill_body,
     seen_in_event,
 )
+from kvxfer.proxy.other_paths import health, metrics, models
 from kvxfer.proxy.replies import (
+    TO_SERVER,
     ClientGone,
     Told,
+    deliver,
     error,
     failed,
     failure_event,
@@ -44,9 +49,6 @@ __all__ = ["Router"]
 
 log = logging.getLogger("kvxfer.proxy")
 
-# What of a request's headers servers get, and what of a server's headers the client gets.
-_TO_SERVER = ("Authorization", "X-Request-Id", "traceparent", "tracestate", "User-Agent")
-_TO_CLIENT = ("Content-Type", "Cache-Control", "X-Request-Id", "openai-processing-ms")
 _MEAN = 0.05
 # No text has more or fewer characters a token; what says so is a miscount.
 _LEAST_CHARS, _MOST_CHARS = 0.25, 16.0
@@ -63,7 +65,7 @@ class _Flow:
     def __init__(self, request: web.Request, incoming: Incoming, now_s: float) -> None:
         self.web = request
         self.incoming = incoming
-        self.headers = {key: request.headers[key] for key in _TO_SERVER if key in request.headers}
+        self.headers = {key: request.headers[key] for key in TO_SERVER if key in request.headers}
         self.headers["Content-Type"] = "application/json"
         self.began_s = now_s
         # Whether anything has reached the client.
@@ -104,6 +106,8 @@ class Router:
         self._waiting: dict[int, asyncio.Future[Admitted | Expired]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._flows: dict[asyncio.Task[Any], _Flow] = {}
+        # Of those, the ones whose answer is complete here and is taken by the client still.
+        self._delivering: set[_Flow] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self._warned: set[str] = set()
         self.watches: dict[str, Watch] = {}
@@ -111,9 +115,8 @@ class Router:
         self.app = web.Application(client_max_size=settings.max_body_mib << 20, middlewares=[json_errors])
         for path in COMPLETION_PATHS:
             self.app.router.add_post(path, self._complete)
-        self.app.router.add_get("/v1/models", self._models)
-        self.app.router.add_get("/health", self._health)
-        self.app.router.add_get("/metrics", self._metrics)
+        for path, answer in (("/v1/models", models), ("/health", health), ("/metrics", metrics)):
+            self.app.router.add_get(path, partial(answer, self))
 
     async def start(self) -> None:
         """Connects, and asks every server once how it is."""
@@ -137,7 +140,11 @@ class Router:
         """Ends all requests in flight, each with an error that its client sees."""
         self.draining = self.stopping = True
         for task, flow in list(self._flows.items()):
-            if flow.opened is not None and flow.reached:
+            if flow in self._delivering:
+                # Nobody can tell the client more in an answer whose length it knows: the connection breaks.
+                if flow.web.transport is not None:
+                    flow.web.transport.abort()
+            elif flow.opened is not None and flow.reached:
                 # The stream itself then tells its client.
                 flow.opened.response.close()
             else:
@@ -208,17 +215,25 @@ class Router:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, due - now_s) + 0.001, self._pump)
 
-    def _tokens(self, incoming: Incoming) -> int:
+    def _tokens(self, incoming: Incoming) -> tuple[int, int]:
+        """Tokens of the prompt and of the answer to reserve for.
+
+        An estimate never exceeds what the largest decode server has: whether a request does is for it to say.
+        """
+        most = self.admission.most_tokens or sys.maxsize
         if incoming.prompt_tokens is not None:
-            return max(1, incoming.prompt_tokens)
-        return max(1, math.ceil(incoming.chars / self.chars_per_token))
+            prompt = max(1, incoming.prompt_tokens)
+        else:
+            prompt = max(1, min(most, math.ceil(incoming.chars / self.chars_per_token)))
+        return prompt, max(0, min(most - prompt, self.lengths.expected(incoming.max_tokens)))
 
     async def _admit(self, flow: _Flow, room: int, avoid: frozenset[str], again: bool) -> Admitted:
         incoming = flow.incoming
+        prompt_tokens, answer_tokens = self._tokens(incoming)
         request = Request(
             room,
-            prompt_tokens=self._tokens(incoming),
-            answer_tokens=self.lengths.expected(incoming.max_tokens),
+            prompt_tokens=prompt_tokens,
+            answer_tokens=answer_tokens,
             local=bool(incoming.local),
             avoid=avoid,
         )
@@ -269,16 +284,16 @@ class Router:
             try:
                 response = await self._tries(flow)
                 outcome = "answered"
-                return response
+                return await self._deliver(flow, response)
             except Failure as failure:
                 outcome = {"request": "bad_request", "refused": "refused"}.get(failure.by, "failed")
                 if failure.by in ("server", "timeout"):
                     self.metrics.aborts.labels(failure.by).inc()
-                return failed(failure)
+                return await self._deliver(flow, failed(failure))
             except Told as told:
                 outcome = "failed"
                 self.metrics.aborts.labels(told.by).inc()
-                return told.response
+                return await self._deliver(flow, told.response)
         except (asyncio.CancelledError, ConnectionResetError):
             outcome = "aborted"
             self.metrics.aborts.labels("shutdown" if self.stopping else "client").inc()
@@ -294,6 +309,14 @@ class Router:
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
+
+    async def _deliver(self, flow: _Flow, response: web.StreamResponse) -> web.StreamResponse:
+        flow.reached = True
+        self._delivering.add(flow)
+        try:
+            return await deliver(flow.web, response)
+        finally:
+            self._delivering.discard(flow)
 
     async def _tries(self, flow: _Flow) -> web.StreamResponse:
         avoid: frozenset[str] = frozenset()
@@ -326,10 +349,11 @@ class Router:
             places = frozenset(one for one in (admitted.prefill, admitted.decode) if one)
             flow.admitted_s = time.monotonic()
             opened = flow.opened = await self._legs(flow, room, admitted, tasks)
+            response: web.StreamResponse
             try:
                 if opened.body is not None:
                     seen = opened.seen
-                    response = self._whole(flow, opened)
+                    response = web.Response(body=opened.body, status=200, headers=passed(opened.response))
                 else:
                     response, seen = await self._stream(flow, room, opened)
             finally:
@@ -495,10 +519,6 @@ class Router:
             self.metrics.part.labels("handoff").observe(handoff)
             self.metrics.part.labels("slot").observe(rest - handoff)
 
-    def _whole(self, flow: _Flow, opened: Opened) -> web.StreamResponse:
-        flow.reached = True
-        return web.Response(body=opened.body, status=200, headers=passed(opened.response))
-
     async def _stream(self, flow: _Flow, room: int, opened: Opened) -> tuple[web.StreamResponse, Seen]:
         """Passes events on as they come, each as it is, and never a part of one."""
         response = web.StreamResponse(status=200, headers=passed(opened.response))
@@ -573,48 +593,3 @@ class Router:
             await response.write_eof()
         except ConnectionResetError as broken:
             raise ClientGone from broken
-
-    # The other paths.
-
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        headers = {key: request.headers[key] for key in _TO_SERVER if key in request.headers}
-        last = "no decode server is up"
-        for name, server in self.decode.items():
-            if not self.watches[name].up:
-                continue
-            try:
-                async with self.upstream.session.get(
-                    server.url + "/v1/models",
-                    headers=headers,
-                    timeout=aiohttp.ClientTimeout(total=self.settings.health_timeout_s),
-                ) as found:
-                    body = await found.read()
-                    return web.Response(body=body, status=found.status, headers=passed(found))
-            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as broken:
-                last = str(self.upstream.failure(name, "decode", broken, "at /v1/models"))
-        return error(last, 503, {"Retry-After": "5"})
-
-    async def _health(self, _: web.Request) -> web.Response:
-        up = {name: watch.up for name, watch in self.watches.items()}
-        prefill = any(up[name] for name in self.prefill) or any(
-            one.spec.prefill_tokens_per_s > 0 for one in self.settings.decode
-        )
-        well = prefill and any(up[name] for name in self.decode) and not self.draining
-        body: dict[str, Any] = {
-            "status": "draining" if self.draining else "ok" if well else "down",
-            "servers": {
-                name: {
-                    "role": "prefill" if name in self.prefill else "decode",
-                    "up": watch.up,
-                    "why": watch.why,
-                }
-                for name, watch in self.watches.items()
-            },
-        }
-        return web.json_response(body, status=200 if well else 503)
-
-    async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(
-            body=self.metrics.render(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )

@@ -32,7 +32,7 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str, Callable[[Any], str]], ...]], 
             ("ms a token", "tpot_ms_mean", _MS1),
             ("completion p50", "completion_ms_p50", _MS),
             ("p99", "completion_ms_p99", _MS),
-            ("req/s", "requests_per_s", _RATE),
+            ("done/s", "requests_per_s", _RATE),
             ("goodput", "goodput_per_s", _RATE),
             ("good %", "good_fraction", _PERCENT),
         ),
@@ -64,6 +64,11 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str, Callable[[Any], str]], ...]], 
             ("posting on loop %", "loop_posting_fraction", _number(1, 100)),
             ("link %", "link_use_mean", _PERCENT),
             ("busiest", "link_use_max", _PERCENT),
+        ),
+    ),
+    (
+        "Who waits (mean, and how fast it grows)",
+        (
             ("prefill queue", "prefill_queue_mean", _number(1)),
             ("grows/s", "prefill_queue_growth_per_s", _number(2)),
             ("hand-off queue", "handoff_queue_mean", _number(1)),
@@ -93,20 +98,17 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str, Callable[[Any], str]], ...]], 
 # Columns that say nothing where nothing of the kind happened.
 _RARE = {
     *("offload_bytes", "rejected", "refused", "failed", "recomputed", "preemptions"),
-    *("crashes", "cut_off", "retried"),
+    *("crashes", "cut_off", "retried", "admission_wait_ms_p50", "admission_wait_ms_p99"),
 }
 
 LEGEND = (
-    "ttft: time to the first token. between tokens: gaps, over all tokens; ms a token: mean of a request's "
-    "gaps, mean over "
-    "requests. completion: from arrival to the last token. goodput: requests a second that met both SLOs; "
-    "good: their part "
-    "of all. grant: wait for decode's pages, for pull also for a slot; slot: wait for a slot with the "
-    "cache there. Levels are "
+    "ttft: time to the first token. between tokens: gaps, over all tokens; ms a token: mean of a "
+    "request's gaps, mean over requests. completion: from arrival to the last token. done/s: requests "
+    "answered a second; goodput: those of them that met both SLOs; good: their part of all. grant: wait "
+    "for decode's pages, for pull also for a slot; slot: wait for a slot with the cache there. Levels are "
     "means while requests arrive; grows: slope in that time. busiest: the NIC with the most bytes. 429: "
-    "turned away by "
-    "admission, or as no server was up. cut off: answers that had begun on a server that crashed. Columns in "
-    "which all would be 0 are left out."
+    "turned away by admission, or as no server was up. cut off: answers that had begun on a server that "
+    "crashed. Columns in which all would be 0 are left out."
 )
 
 # A queue that grows by this part of what arrives has no end.
@@ -127,7 +129,9 @@ def sections(
     out = []
     for title, every in _SECTIONS:
         columns = [
-            one for one in every if one[1] not in _RARE or any(result.summary[one[1]] for result in results)
+            one
+            for one in every
+            if one[1] not in _RARE or any(round(result.summary[one[1]] or 0) for result in results)
         ]
         rows = [(*heads, *(head for head, _, _ in columns))]
         for name, result in zip(names, results, strict=True):
