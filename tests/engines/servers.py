@@ -292,12 +292,13 @@ def _stream(answer: HTTPResponse, first: Callable[[], None] | None) -> Answer:
 
 
 def question(prompt: str | list[int], tokens: int = 16) -> dict[str, Any]:
-    """A greedy completion whose tokens come back, too."""
+    """A greedy completion of so many tokens, which come back, too."""
     return {
         "model": "smollm2",
         "prompt": prompt,
         "max_tokens": tokens,
         "temperature": 0,
+        "ignore_eos": True,
         "return_token_ids": True,
     }
 
