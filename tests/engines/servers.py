@@ -114,6 +114,9 @@ class Server:
     tp: int = 1
     args: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    # Another connector than kvxfer's, as its --kv-transfer-config, and what it wants in the environment.
+    config: dict[str, Any] | None = None
+    env: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     directory_port: int = field(default_factory=free_port)
     pid: int = 0
@@ -144,6 +147,7 @@ class Server:
         args += ["--tensor-parallel-size", str(self.tp)]
         args += ["--distributed-executor-backend", "uni" if self.tp == 1 else "mp", *self.args]
         args.append("--enable-prefix-caching" if self.prefix_cache else "--no-enable-prefix-caching")
+        config = self.config
         if self.role is not None:
             config = {
                 "kv_connector": "KvxferConnector",
@@ -155,8 +159,9 @@ class Server:
                     **self.extra,
                 },
             }
+        if config is not None:
             args += ["--kv-transfer-config", json.dumps(config)]
-        order = {"args": args, "env": ENV, "log": str(self.log)}
+        order = {"args": args, "env": {**ENV, **self.env}, "log": str(self.log)}
         self.pid = self.zygote.ask(order)["pid"]
         return self
 
@@ -292,12 +297,13 @@ def _stream(answer: HTTPResponse, first: Callable[[], None] | None) -> Answer:
 
 
 def question(prompt: str | list[int], tokens: int = 16) -> dict[str, Any]:
-    """A greedy completion whose tokens come back, too."""
+    """A greedy completion of so many tokens, which come back, too."""
     return {
         "model": "smollm2",
         "prompt": prompt,
         "max_tokens": tokens,
         "temperature": 0,
+        "ignore_eos": True,
         "return_token_ids": True,
     }
 

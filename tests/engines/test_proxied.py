@@ -63,9 +63,9 @@ def test_case_06_three_prefill_ranks_hand_off_to_one_decode_rank(
                 for prompt in (SHORT, f"Three ranks to {d}. {STORY[:600]}"):
                     # Ranks add up in another order than one alone, which rounds otherwise.
                     truth(prompt).check(whole(ask(proxy, prompt)))
+                three.idle()
             finally:
                 assert proxy.stop() == 0
-        three.idle()
         assert three.metric("kvxfer_rooms_sent_total") == 4 * 3
     finally:
         three.stop()

@@ -28,7 +28,7 @@ _log = logging.getLogger("vllm.kvxfer")
 _RETRACT_S = 30.0
 # How long a full queue is waited for; the transfer thread empties thousands of orders a millisecond.
 _QUEUE_S = 5.0
-# A push has at most one part in so many of the layers. Each push wakes the transfer thread, which on busy cores
+# A push has at most one in so many of the layers. Each push wakes the transfer thread, which on busy cores
 # takes its time from the engine: a push for each layer costs much more than its few microseconds.
 _TOGETHER = 8
 # How often the agent's own numbers are looked at.
