@@ -114,7 +114,7 @@ def _rows(n: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"{n['burst']} at once", _ms(n["burst_ms"])))
     on_loop = n["posting"] == "loop"
     rows += [
-        ("answer", f"{n['answer_s']:.1f} s at {n['tpot_ms']:g} ms a token"),
+        ("answer", f"{n['answer_s']:.1f} s at {n['tpot_ms']:g} ms a token, if that is the time at peak load"),
         (
             "slots held",
             f"{n['slots_held']:.1f} of {n['slots']} ({n['slots_held_fraction'] * 100:.0f} %; keep under "

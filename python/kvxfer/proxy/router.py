@@ -107,7 +107,7 @@ class Router:
         self._timer: asyncio.TimerHandle | None = None
         self._flows: dict[asyncio.Task[Any], _Flow] = {}
         # Of those, the ones whose answer is complete here and is taken by the client still.
-        self._delivering: set[_Flow] = set()
+        self._delivering: set[_Flow | None] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self._warned: set[str] = set()
         self.watches: dict[str, Watch] = {}
@@ -295,8 +295,10 @@ class Router:
                 self.metrics.aborts.labels(told.by).inc()
                 return await self._deliver(flow, told.response)
         except (asyncio.CancelledError, ConnectionResetError):
-            outcome = "aborted"
-            self.metrics.aborts.labels("shutdown" if self.stopping else "client").inc()
+            # Who leaves when all is on its way may well have got it.
+            if self.stopping or flow not in self._delivering:
+                outcome = "aborted"
+                self.metrics.aborts.labels("shutdown" if self.stopping else "client").inc()
             if not self.stopping or flow is None or flow.reached:
                 raise
             return error("the proxy was told to stop before the request was over", 503)
@@ -304,8 +306,8 @@ class Router:
             self.metrics.requests.labels(path, outcome).inc()
             self.metrics.request.observe(time.monotonic() - began_s)
             me = asyncio.current_task()
-            if me is not None:
-                self._flows.pop(me, None)
+            if me is not None and (gone := self._flows.pop(me, None)) is not None:
+                self._delivering.discard(gone)
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
@@ -313,10 +315,7 @@ class Router:
     async def _deliver(self, flow: _Flow, response: web.StreamResponse) -> web.StreamResponse:
         flow.reached = True
         self._delivering.add(flow)
-        try:
-            return await deliver(flow.web, response)
-        finally:
-            self._delivering.discard(flow)
+        return await deliver(flow.web, response)
 
     async def _tries(self, flow: _Flow) -> web.StreamResponse:
         avoid: frozenset[str] = frozenset()
