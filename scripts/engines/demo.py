@@ -110,7 +110,7 @@ class Proxy:
             )
         assert self.process.stdout is not None
         said = ""
-        while not said.endswith("}\n"):
+        while not said.endswith("\n}\n"):
             line = self.process.stdout.readline()
             if not line:
                 raise SystemExit(f"kvxfer: the proxy did not start:\n{log.read_text()[-3000:]}")
