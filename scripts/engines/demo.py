@@ -248,10 +248,9 @@ def main() -> int:
         f"handed off   {seen['kvxfer_received_bytes_total'] / 1e3:.0f} kB of KV cache from prefill to decode,"
         f" layer by layer in the {seen['kvxfer_transfer_seconds_sum'] * 1e3:.0f} ms in which prefill computed"
     )
-    say(
-        f"first token  after {first * 1e3:.0f} ms, all {len(tokens)} after {whole * 1e3:.0f} ms; prefill's own leg"
-        f" took {parts.get('prefill', 0.0):.0f} ms, and {parts.get('admission', 0.0):.0f} ms the proxy's admission"
-    )
+    leg, admission = parts.get("prefill", 0.0), parts.get("admission", 0.0)
+    say(f"first token  after {first * 1e3:.0f} ms, all {len(tokens)} after {whole * 1e3:.0f} ms")
+    say(f"proxy        admitted it after {admission:.1f} ms; prefill's leg took {leg:.0f} ms")
     if not well:
         say("the two answers DIFFER" if not result["same_tokens"] else "decode computed the prompt itself")
         return 1
