@@ -110,7 +110,7 @@ class Proxy:
             )
         assert self.process.stdout is not None
         said = ""
-        while not said.endswith("}\n"):
+        while not said.endswith("\n}\n"):
             line = self.process.stdout.readline()
             if not line:
                 raise SystemExit(f"kvxfer: the proxy did not start:\n{log.read_text()[-3000:]}")
@@ -248,15 +248,9 @@ def main() -> int:
         f"handed off   {seen['kvxfer_received_bytes_total'] / 1e3:.0f} kB of KV cache from prefill to decode,"
         f" layer by layer in the {seen['kvxfer_transfer_seconds_sum'] * 1e3:.0f} ms in which prefill computed"
     )
-    words = {
-        "admission": "admission",
-        "prefill": "prefill",
-        "handoff_and_slot": "the rest of the hand-off and decode's first step",
-        "handoff": "the rest of the hand-off",
-        "slot": "decode's first step",
-    }
-    shown = ", ".join(f"{parts[name]:.0f} ms {text}" for name, text in words.items() if name in parts)
-    say(f"first token  after {first * 1e3:.0f} ms: {shown}; all {len(tokens)} after {whole * 1e3:.0f} ms")
+    leg, admission = parts.get("prefill", 0.0), parts.get("admission", 0.0)
+    say(f"first token  after {first * 1e3:.0f} ms, all {len(tokens)} after {whole * 1e3:.0f} ms")
+    say(f"proxy        admitted it after {admission:.1f} ms; prefill's leg took {leg:.0f} ms")
     if not well:
         say("the two answers DIFFER" if not result["same_tokens"] else "decode computed the prompt itself")
         return 1

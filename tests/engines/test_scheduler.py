@@ -291,7 +291,7 @@ def test_a_preempted_answer_is_computed_at_decode_and_not_asked_for_again(engine
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("why", ["nobody there", "prefill gone", "prefill aborts"])
 def test_a_hand_off_that_fails_follows_the_policy(engine: Make, policy: str, why: str) -> None:
-    pair = Pair(engine, p={"batch": 32}, d={"policy": policy, "timeout_s": 5.0})
+    pair = Pair(engine, p={"batch": 32}, d={"policy": policy, "timeout_s": 2.0})
     tokens = prompt(100)
     if why == "nobody there":
         pair.source = f"127.0.0.1:{free_port()}"
