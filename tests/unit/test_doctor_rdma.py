@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fake_host import ACS_ON, Host, config_space, dgx
 
+from kvxfer.cli import doctor
 from kvxfer.cli._doctor_rdma import look
 from kvxfer.cli.doctor import _show_rdma
 
@@ -239,3 +240,17 @@ def test_torchs_allocator(asks: Asks, variable: str) -> None:
     ):
         asks.env[variable] = value
         assert asks["torch's allocator"][0] == state, value
+
+
+def test_what_is_wrong_is_among_the_problems_once(asks: Asks, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks.env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    asks.ucx["transports"] = ["cuda_copy", "cuda_ipc", "tcp"]
+    asks.limits["memlock_bytes"] = 65536
+    found = asks.look()
+    monkeypatch.setattr(doctor.rdma, "look", lambda *_: found)
+    problems: list[str] = []
+    assert doctor._look_at_rdma(asks.ucx, asks.limits, asks.gpus, problems) is found
+    # The looks at UCX and at the host have said the other two.
+    (problem,) = problems
+    assert problem.startswith("torch's allocator: PYTORCH_CUDA_ALLOC_CONF has expandable_segments:true")
+    assert "leave it out" in problem

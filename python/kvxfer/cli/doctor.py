@@ -23,6 +23,8 @@ _GET_UCX = "install the wheel libucx-cu12 (pip install 'kvxfer[ucx]'), or set KV
 "libucp.so.0"
 # UCX's shared memory lives in /dev/shm; containers often get 64 MiB.
 _SHM_BYTES = 1 << 30
+# What the looks at UCX, the host and the GPUs have said already.
+_SAID_BEFORE = ("NVIDIA's driver", "RDMA in UCX", "locked memory")
 # With RDMA every registered byte is locked.
 _LOCKED_BYTES = 64 << 30
 
@@ -240,14 +242,13 @@ def _rows_of_fabrics(fabrics: Found) -> list[tuple[str, str]]:
 
 
 def _look_at_rdma(ucx: Found, host: Found, gpus: Found, problems: list[str]) -> Found:
-    """A host that has either no GPU or no RDMA card lacks nothing."""
+    """Lines that do not apply, to a host without a GPU or without a card, are no problems."""
     found = rdma.look(ucx, host, gpus)
-    if all(line["state"] != "not applicable" or line["name"] == "ACS" for line in found["lines"]):
-        problems += [
-            f"GPUDirect RDMA, {line['name']}: {line['found']}; {line['advice']}"
-            for line in found["lines"]
-            if line["state"] in ("warn", "fail")
-        ]
+    problems += [
+        f"{line['name']}: {line['found']}; {line['advice']}"
+        for line in found["lines"]
+        if line["state"] in ("warn", "fail") and line["name"] not in _SAID_BEFORE
+    ]
     return found
 
 
