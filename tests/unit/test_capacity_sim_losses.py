@@ -240,6 +240,11 @@ def test_with_no_server_up_clients_are_turned_away_at_once_and_users_come_back_l
         Setup(PUSH, crashes=(Crash(0.0, 0, 12.0),)), users(users=1, requests=20, prompt=100, answer=5, seed=1)
     )
     assert closed.rejected == 3, "at 0, 5 and 10 s"
+    asked = users(users=1, requests=20, prompt=100, answer=5, seed=1)
+    crashes = (Crash(0.0, 1, 12.0),)
+    gated = run(Setup(MODES["push"], admission=True, crashes=crashes), asked)
+    assert gated.rejected == 3, "admission says when to come again, as a server does that is away"
+    assert len(gated.requests) == 20
 
 
 def test_who_computes_while_some_servers_are_away() -> None:
@@ -249,6 +254,21 @@ def test_who_computes_while_some_servers_are_away() -> None:
     assert {r.prefill for r in found.requests} == {prefills[1]}
     assert {r.decode for r in found.requests} == {decodes[0]}
     assert not found.failed
+
+
+@pytest.mark.parametrize("admission", [False, True])
+def test_what_was_not_computed_is_not_found(admission: bool) -> None:
+    # The second prompt waits behind the first when its decode server is lost; its next try computes it all.
+    asked = dataclasses.replace(
+        traffic([0, 1], prompt=16_384), blocks=(tuple(range(32)), tuple(range(100, 132)))
+    )
+    setup = Setup(
+        PUSH, decode=2, on_failure="recompute", crashes=(Crash(0.05, 2, 1000.0),), admission=admission
+    )
+    found = run(setup, asked, dataclasses.replace(COSTS, detect_ms=10.0))
+    assert [request.tries for request in found.requests] == [0, 1]
+    assert not any(request.failed for request in found.requests)
+    assert found.prefix_tokens == 0
 
 
 def test_a_crash_forgets_prefixes() -> None:

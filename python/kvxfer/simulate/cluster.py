@@ -242,10 +242,7 @@ class Cluster:
             return
         server = request.prefill or request.decode
         assert server is not None
-        base = self._prefixes.found(server, request)
-        self.prefix_tokens += base
-        self._prefixes.add(server, request)
-        server.compute(Work(request, request.prompt, local=request.local, base=base))
+        server.compute(Work(request, request.prompt, local=request.local, finds=True))
         self.hosts.spill(server)
 
     def _best(self, pool: list[Server], load: Any) -> Server:
@@ -310,6 +307,11 @@ class Cluster:
 
     def on_started(self, work: Work) -> None:
         """A prompt is begun."""
+        if work.finds:
+            where = work.request.decode if work.local else work.request.prefill
+            assert where is not None
+            work.base = work.done = self._prefixes.found(where, work.request)
+            self.prefix_tokens += work.base
         if not work.local:
             server = work.request.prefill
             assert server is not None
@@ -318,8 +320,13 @@ class Cluster:
             work.request.started_ms = self.clock.now_ms
 
     def on_chunk(self, work: Work, tokens: int) -> None:
-        """A chunk is computed: it is pushed if it may be, and after the last the hand-off is due."""
+        """A chunk is computed: others may find it. It is pushed if it may be; the last ends the prompt."""
         request = work.request
+        where = request.decode if work.local else request.prefill
+        assert where is not None
+        self._prefixes.add(where, request, work.done)
+        if work.local:
+            return
         # A prefix that was found is pushed with what comes first.
         tokens += work.base if work.done - tokens == work.base else 0
         if request.granted:
@@ -394,12 +401,12 @@ class Cluster:
         request.failed = True
         self._over(request, _RETRY_AFTER_MS)
 
-    def reject(self, request: Request) -> None:
-        """Admission says no: the client gets 429."""
+    def reject(self, request: Request, retry_after_ms: float) -> None:
+        """Admission says no: the client gets 429, and the next user comes when it says so."""
         self.admission_queue.add(self.clock.now_ms, -1)
         self.rejected += 1
         request.failed = True
-        self._over(request)
+        self._over(request, retry_after_ms)
 
     # The hand-off.
 
@@ -476,7 +483,7 @@ class Cluster:
             return
         request.landed_ms = self.clock.now_ms
         assert request.decode is not None
-        self._prefixes.add(request.decode, request)
+        self._prefixes.add(request.decode, request, request.prompt)
         request.decode.ready(request)
 
     def _break(self, request: Request) -> None:

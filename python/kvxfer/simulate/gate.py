@@ -130,7 +130,7 @@ class Gate:
         assert isinstance(decision.id, int)
         request = self._asking.pop(decision.id)
         if not isinstance(decision, Admitted):
-            self._cluster.reject(request)
+            self._cluster.reject(request, 1e3 * (decision.retry_after_s or 0.0))
         elif decision.prefill is None:
             self._cluster.begin(request, None, self._servers[decision.decode])
         else:

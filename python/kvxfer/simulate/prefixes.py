@@ -47,12 +47,12 @@ class Prefixes:
         # The last token has to be computed for there to be a next one.
         return min(hits * BLOCK, request.prompt - 1)
 
-    def add(self, server: Server, request: Request) -> None:
-        """A server gets all blocks of a prompt."""
+    def add(self, server: Server, request: Request, tokens: int) -> None:
+        """A server has so many tokens of a prompt; its last block counts with its last token."""
         if self._blocks is None:
             return
-        cache = self._caches[server]
-        for name in self._blocks[request.number]:
+        cache, names = self._caches[server], self._blocks[request.number]
+        for name in names if tokens >= request.prompt else names[: tokens // BLOCK]:
             cache[name] = None
             cache.move_to_end(name)
         while len(cache) > self._most:

@@ -77,7 +77,7 @@ class Request:
 class Work:
     """A prompt, or a cache to build anew, to compute."""
 
-    __slots__ = ("base", "done", "dropped", "holds_pages", "local", "request", "returns", "tokens")
+    __slots__ = ("base", "done", "dropped", "finds", "holds_pages", "local", "request", "returns", "tokens")
 
     def __init__(
         self,
@@ -85,15 +85,16 @@ class Work:
         tokens: int,
         *,
         local: bool,
-        base: int = 0,
+        finds: bool = False,
         holds_pages: bool = False,
         returns: bool = False,
     ) -> None:
         self.request = request
         self.tokens = tokens
         self.local = local
-        self.base = base  # of the tokens, those found in a prefix cache
-        self.done = base
+        self.finds = finds  # asks the prefix cache, once it is begun
+        self.base = 0  # of the tokens, those found there
+        self.done = 0
         self.holds_pages = holds_pages
         self.returns = returns  # lost its cache to others
         self.dropped = False  # given up while a step with it was under way

@@ -374,8 +374,7 @@ class Server:
             if work.dropped:
                 continue
             work.done += size
-            if not work.local:
-                self._hooks.on_chunk(work, size)
+            self._hooks.on_chunk(work, size)
             if work.done == work.tokens:
                 self._computing.remove(work)
                 if work.local:
