@@ -223,15 +223,13 @@ def hooks(server: Server) -> dict[str, dict[str, float]]:
     return out
 
 
-def compare(plans: list[Plan], words: int) -> None:
-    """Each plan gives the plain server's answer, before it is measured."""
+def compare(plan: Plan, words: int, truth: dict[tuple[int, int], list[int]]) -> None:
+    """A plan gives the plain server's answers, before it is measured; the plain server comes first."""
     for seed in range(2):
-        body = question(prompt_of(words, seed), 16)
-        wanted = plans[0].send(body)[2]
-        for plan in plans[1:]:
-            got = plan.send(body)[2]
-            if got != wanted:
-                raise SystemExit(f"kvxfer: {plan.name} answers otherwise: {got}, wanted {wanted}")
+        got = plan.send(question(prompt_of(words, seed), 16))[2]
+        wanted = truth.setdefault((words, seed), got)
+        if got != wanted:
+            raise SystemExit(f"kvxfer: {plan.name} answers otherwise: {got}, wanted {wanted}")
 
 
 def main() -> int:
@@ -251,42 +249,39 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvxfer-bench-vllm-") as logs:
         zygote = Zygote(Path(logs))
         try:
-            plain, other, prefill, decode = (
+            prefill, decode = (
                 Server(zygote, name, role, prefix_cache=False, args=BLOCKS)
-                for name, role in (
-                    ("plain", None),
-                    ("other", None),
-                    ("prefill", "kv_producer"),
-                    ("decode", "kv_consumer"),
-                )
+                for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
             )
+            plain, *two = (
+                Server(zygote, name, None, prefix_cache=False, args=BLOCKS)
+                for name in ("plain", "two-a", "two-b")
+            )
+            others = [
+                nixl(zygote, "nixl-prefill", "kv_producer", NIXL_ENGINE),
+                nixl(zygote, "nixl-decode", "kv_consumer", "bench-decode"),
+            ]
             plans = [
                 Plan(name, servers)
                 for name, servers in (
                     ("plain", [plain]),
-                    ("two", [plain, other]),
+                    ("two", two),
                     ("pair", [prefill, decode]),
-                    (
-                        "nixl",
-                        [
-                            nixl(zygote, "nixl-prefill", "kv_producer", NIXL_ENGINE),
-                            nixl(zygote, "nixl-decode", "kv_consumer", "bench-decode"),
-                        ],
-                    ),
+                    ("nixl", others),
                 )
                 if name in wanted or name == "plain"
             ]
-            # One after the other: the first token of each is compared on an otherwise idle machine.
-            for server in {id(server): server for plan in plans for server in plan.servers}.values():
-                server.start().ready()
-            for plan in plans:
-                plan.open(Path(logs))
-            for words in map(int, args.words.split(",")):
-                compare(plans, words)
+            truth: dict[tuple[int, int], list[int]] = {}
+            costs: dict[str, Any] = {}
             print("plan   rate/s  words  first p50   p99 s   token p50   p99 ms  waiting", flush=True)
-            for words in map(int, args.words.split(",")):
-                for rate in map(float, args.rates.split(",")):
-                    for plan in plans:
+            for plan in plans:
+                # Only the servers that are measured run: some keep a core busy while they wait.
+                for server in plan.servers:
+                    server.start().ready()
+                plan.open(Path(logs))
+                for words in map(int, args.words.split(",")):
+                    compare(plan, words, truth)
+                    for rate in map(float, args.rates.split(",")):
                         if plan.name not in wanted:
                             continue
                         seen = sweep(plan, rate, words, args.requests, args.tokens)
@@ -297,7 +292,11 @@ def main() -> int:
                             f" {seen['token_p99_s'] * 1e3:8.0f} {seen['waiting_max']:7.0f}",
                             flush=True,
                         )
-            costs = {server.name: hooks(server) for server in (prefill, decode)} if "pair" in wanted else {}
+                if plan.name == "pair":
+                    costs = {server.name: hooks(server) for server in plan.servers}
+                plan.close()
+                for server in plan.servers:
+                    server.stop()
             for name, found in costs.items():
                 for hook, cost in found.items():
                     half, most = cost["p50_at_most_s"] * 1e6, cost["p99_at_most_s"] * 1e6
@@ -305,8 +304,6 @@ def main() -> int:
                         f"{name:8} {hook:5} {cost['steps']:6.0f} steps:"
                         f" half at most {half:.0f} us, 99 % at most {most:.0f} us"
                     )
-            for plan in plans:
-                plan.close()
             if args.json:
                 Path(args.json).write_text(json.dumps({"sweep": results, "hooks": costs}, indent=1))
         finally:
