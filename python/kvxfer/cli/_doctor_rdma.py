@@ -153,8 +153,8 @@ def _memory_path(asked: _Asked) -> _Said:
     if not lacks:
         return _Said(
             "ok",
-            "no nvidia_peermem, but kernel, driver and UCX are new enough for dma-buf (ucx_info -d: the card's"
-            " memory types must have cuda)",
+            "no nvidia_peermem, but kernel, driver and UCX are new enough for dma-buf (ucx_info -d: the"
+            " card's memory types must have cuda)",
         )
     return _Said(
         "fail",
