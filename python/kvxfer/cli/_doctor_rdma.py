@@ -187,7 +187,7 @@ def _ucx_transports(asked: _Asked) -> _Said:
     return _Said(
         "fail",
         f"{found}, in {asked.ucx['path'] or 'no UCX'}: pages go over TCP",
-        "set KVXFER_UCX_LIBRARY to the libucp.so.0 of a UCX that is built with verbs and CUDA (docs/gpu.md)",
+        "set KVXFER_UCX_LIBRARY to the libucp.so.0 of a UCX that is built with verbs and CUDA (docs/rdma.md)",
     )
 
 
@@ -203,12 +203,14 @@ def _ucx_cuda(asked: _Asked) -> _Said:
 
 
 def _cards(asked: _Asked) -> _Said:
-    ports = ", ".join(
-        str(card) if card.state == "ACTIVE" else f"{card.rail} is {card.state}" for card in asked.cards
-    )
+    ports = ", ".join(str(card) if card.works else f"{card.rail} is {card.condition}" for card in asked.cards)
     if asked.usable:
         return _Said("ok", ports)
-    return _Said("fail", ports or "none", "see ibstat or rdma link: cable, switch, subnet manager")
+    return _Said(
+        "fail",
+        ports or "none",
+        "see ibstat or rdma link: cable, switch, subnet manager; into a container: --device /dev/infiniband",
+    )
 
 
 def _near(asked: _Asked) -> _Said:
