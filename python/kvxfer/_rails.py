@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer import _kvxfer
-from kvxfer._memory import ucx_wheel_dir
+from kvxfer._ucx_look import look
 from kvxfer.errors import BadArgument, FabricError, NotSupported
 
 __all__ = [
@@ -292,8 +292,7 @@ def _speaks_rdma(tls: str | None) -> bool:
 @functools.cache
 def _ucx() -> tuple[bool, str]:
     """Whether the UCX that will be loaded has RDMA, and which one it is."""
-    found = _kvxfer._doctor_ucx(ucx_wheel_dir())
-    return bool(found["rdma"]), str(found["path"])
+    return look()
 
 
 def for_agent(
