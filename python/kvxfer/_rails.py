@@ -10,7 +10,7 @@ import enum
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -283,9 +283,9 @@ def named(rails: Sequence[str], root: Path = SYSTEM) -> Rails:
     return Rails(tuple(names), "named by rails=")
 
 
-def _speaks_rdma(tls: str | None) -> bool:
+def _speaks_rdma(tls: str | None, env: Mapping[str, str]) -> bool:
     """Whether these transports, or kvxfer's own choice, have RDMA among them."""
-    words = tls if tls is not None else os.environ.get("UCX_TLS")
+    words = tls if tls is not None else env.get("UCX_TLS")
     return words is None or any(word.strip().startswith(_RDMA_WORDS) for word in words.split(","))
 
 
@@ -293,6 +293,20 @@ def _speaks_rdma(tls: str | None) -> bool:
 def _ucx() -> tuple[bool, str]:
     """Whether the UCX that will be loaded has RDMA, and which one it is."""
     return look()
+
+
+def left_to_ucx(tls: str | None = None, env: Mapping[str, str] = os.environ) -> Rails | None:
+    """What an agent with memory on a GPU is held to if the user's settings leave no choice: nothing."""
+    if env.get("UCX_NET_DEVICES") is not None:
+        return Rails((), "left to UCX_NET_DEVICES, which is set")
+    if not _speaks_rdma(tls, env):
+        return Rails((), "left to UCX: ucx_tls or UCX_TLS leave RDMA out")
+    return None
+
+
+def without_rdma(path: str) -> Rails:
+    """What it is held to if this UCX has no RDMA: nothing."""
+    return Rails((), f"left to UCX: the one at {path} has no RDMA")
 
 
 def for_agent(
@@ -313,22 +327,21 @@ def for_agent(
             rdma, path = _ucx()
         except FabricError as error:
             raise NotSupported(f"rails: there is no UCX to use them: {error}") from error
-        if fabric == "shm" or not _speaks_rdma(ucx_tls) or not rdma:
+        if fabric == "shm" or not _speaks_rdma(ucx_tls, os.environ) or not rdma:
             why = f"the UCX at {path} has no RDMA" if not rdma else "fabric or ucx_tls leave RDMA out"
             raise NotSupported(f"rails: {why}; docs/rdma.md says which UCX has it")
         return chosen
     if fabric == "shm" or device is None:
         return Rails((), "left to UCX: the pages are in the host's memory")
-    if os.environ.get("UCX_NET_DEVICES") is not None:
-        return Rails((), "left to UCX_NET_DEVICES, which is set")
-    if not _speaks_rdma(ucx_tls):
-        return Rails((), "left to UCX: ucx_tls or UCX_TLS leave RDMA out")
+    left = left_to_ucx(ucx_tls)
+    if left is not None:
+        return left
     if not usable(cards(root)):
         return choose("", root)
     try:
         rdma, path = _ucx()
         if not rdma:
-            return Rails((), f"left to UCX: the one at {path} has no RDMA")
+            return without_rdma(path)
         return choose(_kvxfer._device_pci(device), root)
     except FabricError as error:
         # The agent's start, or nothing at all, says more about it.

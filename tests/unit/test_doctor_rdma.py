@@ -29,6 +29,7 @@ class Asks:
             "path": "/opt/ucx/lib/libucp.so.0",
             "version": "1.22.0",
             "transports": TRANSPORTS,
+            "rdma": True,
         }
         self.limits: dict[str, Any] = {"memlock_bytes": None}
         self.gpus: dict[str, Any] = {
@@ -288,3 +289,22 @@ def test_what_is_wrong_is_among_the_problems_once(asks: Asks, monkeypatch: pytes
     (problem,) = problems
     assert problem.startswith("torch's allocator: PYTORCH_CUDA_ALLOC_CONF has expandable_segments:true")
     assert "leave it out" in problem
+
+
+@pytest.mark.parametrize(
+    ("ucx", "env", "why"),
+    [
+        ({"rdma": False}, {}, "libucp.so.0 has no RDMA"),
+        ({"rdma": False, "path": None}, {}, "there is no UCX"),
+        ({}, {"UCX_NET_DEVICES": "mlx5_0:1"}, "UCX_NET_DEVICES"),
+        ({}, {"UCX_TLS": "tcp,cuda"}, "UCX_TLS"),
+    ],
+)
+def test_the_rail_that_is_shown_is_the_one_that_an_agent_gets(
+    asks: Asks, ucx: dict[str, Any], env: dict[str, str], why: str
+) -> None:
+    asks.ucx.update(ucx)
+    asks.env = env
+    rails = asks.look()["rails"]
+    assert [rail["names"] for rail in rails] == [[], []]
+    assert all(why in rail["why"] for rail in rails), rails

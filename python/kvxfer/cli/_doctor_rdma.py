@@ -435,7 +435,10 @@ def look(
             said = check(asked) if applies else _Said("not applicable", why)
             lines.append({"name": name, **said._asdict()})
     rails = []
+    left = _rails.left_to_ucx(env=env)
+    if left is None and asked.usable and not ucx["rdma"]:
+        left = _rails.without_rdma(ucx["path"]) if ucx["path"] else _rails.Rails((), "there is no UCX")
     for gpu in gpus["devices"]:
-        chosen = _rails.choose(gpu.get("pci") or "", root)
+        chosen = left or _rails.choose(gpu.get("pci") or "", root)
         rails.append({"gpu": gpu["ordinal"], "names": list(chosen.names), "why": chosen.why})
     return {"lines": lines, "rails": rails}
