@@ -377,14 +377,18 @@ def _relaxed(asked: _Asked) -> _Said:
 def _allocator(asked: _Asked) -> _Said:
     for variable in _ALLOCATOR:
         said = asked.env.get(variable, "").replace(" ", "").lower()
-        for words in ("expandable_segments:true", "backend:cudamallocasync"):
-            if words in said:
-                return _Said(
-                    "fail",
-                    f"{variable} has {words}: such memory cannot be exported, and an agent refuses it",
-                    "leave it out where pages are allocated (expandable_segments:False), or allocate them "
-                    "with cudaMalloc",
-                )
+        advice = "leave it out where pages are allocated, or allocate them with cudaMalloc"
+        if "backend:cudamallocasync" in said:
+            found = (
+                f"{variable} has backend:cudaMallocAsync: an agent refuses such memory, nobody can open it"
+            )
+            return _Said("fail", found, advice)
+        if "expandable_segments:true" in said:
+            found = (
+                f"{variable} has expandable_segments:True: an agent refuses such memory, unless torch could "
+                "have it made for export by fabric handles"
+            )
+            return _Said("warn", found, advice)
     return _Said("ok", "gives memory that can be exported, as far as the environment says")
 
 
