@@ -24,6 +24,8 @@ struct Remote {
     base: u64,
     len: u64,
     key: usize,
+    /// Where this process has it mapped, if it has.
+    near: Option<usize>,
 }
 
 /// The open half of a link.
@@ -33,6 +35,8 @@ pub(super) struct End {
     remotes: Vec<Remote>,
     /// Whether a put may still be under way, and with it the use of a key.
     pub(super) dirty: bool,
+    /// Whether anything was given to UCX since the last flush.
+    unflushed: bool,
 }
 
 impl End {
@@ -43,9 +47,22 @@ impl End {
     /// One more region of the peer. Its number follows that of the last.
     pub(super) fn add_remote(&mut self, base: u64, len: u64, key: Rkey) -> Option<u32> {
         let region = u32::try_from(self.remotes.len()).ok()?;
-        self.remotes.push(Remote { base, len, key: self.keys.len() });
+        let near = key.pointer(base, len);
+        self.remotes.push(Remote { base, len, key: self.keys.len(), near });
         self.keys.push(key);
         Some(region)
+    }
+
+    /// Where this process finds `len` bytes at `off` of a region of the peer's, if it has them mapped.
+    pub(super) fn near(&self, region: u32, off: u64, len: u64) -> Option<usize> {
+        let remote = usize::try_from(region).ok().and_then(|r| self.remote_at(r))?;
+        off.checked_add(len).filter(|end| *end <= remote.len)?;
+        remote.near?.checked_add(usize::try_from(off).ok()?)
+    }
+
+    /// What this process has mapped of the peer's: where, and how long.
+    fn mapped(&self) -> impl Iterator<Item = (usize, u64)> {
+        self.remotes.iter().filter_map(|r| Some((r.near?, r.len)))
     }
 
     pub(super) fn remote_len(&self, region: usize) -> Option<u64> {
@@ -105,6 +122,7 @@ impl Link {
     pub(super) fn posted(&mut self) {
         if let Some(end) = &mut self.end {
             end.dirty = true;
+            end.unflushed = true;
         }
     }
 
@@ -120,13 +138,21 @@ impl Link {
         if let State::Broken { error, .. } = &self.state {
             return Some(Err(error.clone()));
         }
-        let Some(end) = &self.end else {
+        let Some(end) = &mut self.end else {
             return Some(Err(FabricError::Closed("it has been closed".into())));
         };
+        if !end.unflushed && self.flushes.is_empty() {
+            // All of it was copied by ourselves.
+            return Some(end.endpoint.error().map_or(Ok(()), Err));
+        }
         match end.endpoint.flush() {
             Err(error) => Some(Err(error)),
-            Ok(None) if self.flushes.is_empty() => Some(Ok(())),
+            Ok(None) if self.flushes.is_empty() => {
+                end.unflushed = false;
+                Some(Ok(()))
+            }
             Ok(request) => {
+                end.unflushed = false;
                 self.flushes.push_back((ticket, request));
                 None
             }
@@ -246,7 +272,13 @@ impl UcxFabric {
         let mut link = Link {
             role,
             peer: blob.fabric,
-            end: Some(End { endpoint, keys: Vec::new(), remotes: Vec::new(), dirty: false }),
+            end: Some(End {
+                endpoint,
+                keys: Vec::new(),
+                remotes: Vec::new(),
+                dirty: false,
+                unflushed: false,
+            }),
             state: State::Open,
             token: self.next_token,
             started: Instant::now(),
@@ -267,6 +299,9 @@ impl UcxFabric {
         }
         if role == EndRole::Passive {
             self.out.push(Completion::Connected { ep, info: self.info(&link) });
+        }
+        for (addr, len) in link.end.iter().flat_map(End::mapped) {
+            self.warmer.add(ep, addr, len);
         }
         self.links.insert(ep, link);
         let (mine, others) =
@@ -291,7 +326,9 @@ impl UcxFabric {
             let key = usize::try_from(region.mem).unwrap_or(usize::MAX);
             // Blob::decode checked that the region lies in its memory, so this neither misses nor overflows.
             let base = blob.mems.get(key).map_or(0, |m| m.base.saturating_add(region.off));
-            end.remotes.push(Remote { base, len: region.len.min(*len), key });
+            let len = region.len.min(*len);
+            let near = end.keys.get(key).and_then(|k| k.pointer(base, len));
+            end.remotes.push(Remote { base, len, key, near });
         }
         Ok(())
     }
@@ -438,6 +475,7 @@ impl UcxFabric {
         flushes: VecDeque<(u64, Option<Request>)>,
         force: bool,
     ) {
+        self.warmer.forget(ep);
         let raw = end.endpoint.raw().addr();
         if let Some(p) = self.peers.get_mut(&peer) {
             p.transports.extend(end.endpoint.transports());

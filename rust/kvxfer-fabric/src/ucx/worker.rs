@@ -416,6 +416,29 @@ pub(super) struct Rkey {
     raw: sys::ucp_rkey_h,
 }
 
+impl Rkey {
+    /// Where this process finds the `len` bytes at `remote` of the peer's, if a transport has mapped the peer's memory here.
+    pub(super) fn pointer(&self, remote: u64, len: u64) -> Option<usize> {
+        let mut addr: *mut c_void = ptr::null_mut();
+        // SAFETY: a live key and a valid place; UCX only computes an address.
+        let status = unsafe { self.worker.api().ucp_rkey_ptr(self.raw, remote, &raw mut addr) };
+        let addr = (status == sys::UCS_OK).then(|| addr.expose_provenance())?;
+        let last = addr.checked_add(usize::try_from(len.checked_sub(1)?).ok()?)?;
+        // Not taken on trust: a key may name more than was mapped, and a wrong address would end the process.
+        (is_mapped(addr) && is_mapped(last)).then_some(addr)
+    }
+}
+
+/// Whether this process has something mapped at an address.
+fn is_mapped(addr: usize) -> bool {
+    let page = rustix::param::page_size();
+    let mut resident = 0u8;
+    // SAFETY: asks about one page, touches none of it, and writes one byte, to a valid place.
+    unsafe {
+        libc::mincore(ptr::with_exposed_provenance_mut(addr / page * page), page, &raw mut resident) == 0
+    }
+}
+
 impl Drop for Rkey {
     fn drop(&mut self) {
         // SAFETY: unpacked by us, destroyed once, before the worker; the fabric keeps it until no put can use it.

@@ -253,14 +253,23 @@ impl Driver {
         self.probe(now, key);
     }
 
+    fn give_up(&mut self, key: PeerKey) {
+        if let Some(lane) = self.lane_mut(key) {
+            lane.given_up = true;
+        }
+    }
+
     /// Everything about writing is measured: what copying takes, too, and then the peer may be answered.
     fn probe_over(&mut self, now: Time, key: PeerKey) {
         let slice = self.staging.slice_bytes;
         let Some(local) = self.staging.buffers.as_ref().map(|b| b.local) else { return };
         let endpoint = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut());
-        let Some(lane) = endpoint.and_then(|e| e.lane.as_mut()) else { return };
+        let Some(Endpoint { which, ep, lane: Some(lane), .. }) = endpoint else { return };
         let Some(mut probe) = lane.probe.take() else { return };
         let most = slice.min(lane.slot_bytes);
+        let (region, slot_bytes, which, ep) = (lane.region, lane.slot_bytes, *which, *ep);
+        // Rows are packed into the slot itself then.
+        let near = self.carriers.window(which, ep, region, 0..slot_bytes).is_some();
         match copies(&self.memory, &probe.pieces, local, slice) {
             Ok((pack, unpack, plain)) if !probe.pieces.is_empty() && probe.bytes > 0 => {
                 let (runs, bytes) = (float(probe.pieces.len() as u64), float(probe.bytes));
@@ -276,8 +285,8 @@ impl Driver {
                     put_ns,
                     put_byte_ns,
                     // A write of a word, and the wait for its end, take longer than a write by itself.
-                    slot_ns: put_ns.min(ns(probe.trip)),
-                    slot_byte_ns: of_large(probe.to_slots),
+                    slot_ns: if near { 0.0 } else { put_ns.min(ns(probe.trip)) },
+                    slot_byte_ns: if near { 0.0 } else { of_large(probe.to_slots) },
                     pack_row_ns: row(pack, byte_ns) + cold,
                     pack_byte_ns: byte_ns,
                     unpack_row_ns: row(unpack, byte_ns) + cold,
@@ -286,12 +295,15 @@ impl Driver {
                     trip_ns: ns(median(&mut probe.words)),
                 };
                 tracing::debug!(?cost, "measured");
-                lane.cost = Some(cost);
-                self.staging.learn_cost(lane.like.clone(), cost);
+                if let Some(lane) = self.lane_mut(key) {
+                    lane.cost = Some(cost);
+                    let like = lane.like.clone();
+                    self.staging.learn_cost(like, cost);
+                }
             }
-            Ok(_) => lane.given_up = true,
+            Ok(_) => self.give_up(key),
             Err(e) => {
-                lane.given_up = true;
+                self.give_up(key);
                 tracing::warn!(error = %e, "what copying takes cannot be measured");
             }
         }
