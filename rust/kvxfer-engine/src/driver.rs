@@ -361,8 +361,6 @@ impl Driver {
             wait = Some(wait.map_or(IN_FLIGHT_NAP, |w| w.min(IN_FLIGHT_NAP)));
         }
         if !self.carriers.arm() {
-            // What a fabric does instead of sleeping, such as a look at a peer's pages, is in no hurry.
-            rustix::thread::sched_yield();
             return;
         }
         let mut events = std::mem::take(&mut self.control_events);
