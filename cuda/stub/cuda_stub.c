@@ -61,7 +61,10 @@ struct object {
     int alive, device;
     /* A stream's work, by number: queued last, and done last. */
     uint64_t queued, done;
-    int capturing;
+    /* Being captured into a graph, since this thread began that, and whether somebody's call has spoilt the graph. */
+    int capturing, spoilt;
+    pthread_t capturer;
+    struct object *next_capture;
     struct op *ops;
     /* An event's point: null stream if never recorded. */
     struct object *stream;
@@ -97,6 +100,10 @@ static struct range *ranges;
 static uint64_t range_ids;
 static __thread struct context *stack[DEPTH];
 static __thread int depth;
+/* Streams that are being captured: all in the mode that forbids calls of other threads too, as torch's are as a rule. */
+static struct object *captures;
+enum { GLOBAL = 0, THREAD_LOCAL = 1, RELAXED = 2 };
+static __thread int capture_mode;
 
 struct rule {
     struct rule *next;
@@ -166,6 +173,23 @@ static int begin(const char *call) {
         int leave_ = (value);            \
         pthread_mutex_unlock(&lock);     \
         return leave_;                   \
+    } while (0)
+
+/* Calls that the driver lets nobody make while a graph is captured, but threads whose own mode says that they know. A capture
+   is spoilt by one that was made all the same. */
+static int forbidden(const char *call) {
+    int found = 0;
+    for (struct object *s = captures; s; s = s->next_capture) {
+        if (capture_mode == RELAXED) continue;
+        if (capture_mode == THREAD_LOCAL && !pthread_equal(s->capturer, pthread_self())) continue;
+        fault("%s while a graph is captured", call);
+        s->spoilt = found = 1;
+    }
+    return found;
+}
+#define DISTURBS(call)                          \
+    do {                                        \
+        if (forbidden(call)) LEAVE(CAPTURED);   \
     } while (0)
 
 static struct context *current(void) { return depth > 0 ? stack[depth - 1] : NULL; }
@@ -325,6 +349,13 @@ int cuDeviceGetUuid(unsigned char *uuid, int device) {
     LEAVE(ordinal_of(device) >= 0 ? OK : INVALID_DEVICE);
 }
 
+/* Capital letters, as NVIDIA's driver has them. */
+int cuDeviceGetPCIBusId(char *text, int len, int device) {
+    ENTER("cuDeviceGetPCIBusId");
+    snprintf(text, (size_t)len, "0000:%02X:00.0", 0x1a + ordinal_of(device));
+    LEAVE(ordinal_of(device) >= 0 ? OK : INVALID_DEVICE);
+}
+
 int cuDeviceTotalMem_v2(size_t *bytes, int device) {
     ENTER("cuDeviceTotalMem");
     *bytes = (size_t)80 << 30;
@@ -339,6 +370,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     case 116: *value = RDMA; break;
     case 117: *value = FLUSH_OPTIONS; break;
     case 118: *value = WRITES_ORDERING; break;
+    case 124: *value = RDMA; break;
     default: *value = 0;
     }
     LEAVE(ordinal_of(device) >= 0 ? OK : INVALID_DEVICE);
@@ -346,6 +378,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
 
 int cuDevicePrimaryCtxRetain(struct context **context, int device) {
     ENTER("cuDevicePrimaryCtxRetain");
+    DISTURBS("cuDevicePrimaryCtxRetain");
     int n = ordinal_of(device);
     if (n < 0) LEAVE(INVALID_DEVICE);
     contexts[n].retained++;
@@ -394,6 +427,15 @@ int cuCtxPopCurrent_v2(struct context **context) {
     LEAVE(OK);
 }
 
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    ENTER("cuThreadExchangeStreamCaptureMode");
+    if (*mode < GLOBAL || *mode > RELAXED) LEAVE(INVALID_VALUE);
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    LEAVE(OK);
+}
+
 int cuCtxGetCurrent(struct context **context) {
     ENTER("cuCtxGetCurrent");
     *context = current();
@@ -424,6 +466,7 @@ int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
 
 int cuStreamCreateWithPriority(struct object **stream, unsigned flags, int priority) {
     ENTER("cuStreamCreateWithPriority");
+    DISTURBS("cuStreamCreateWithPriority");
     struct context *c = here("cuStreamCreateWithPriority");
     if (!c) LEAVE(INVALID_CONTEXT);
     if (flags > 1 || priority > 0 || priority < -5) LEAVE(INVALID_VALUE);
@@ -433,6 +476,7 @@ int cuStreamCreateWithPriority(struct object **stream, unsigned flags, int prior
 
 int cuStreamCreate(struct object **stream, unsigned flags) {
     ENTER("cuStreamCreate");
+    DISTURBS("cuStreamCreate");
     struct context *c = here("cuStreamCreate");
     if (!c) LEAVE(INVALID_CONTEXT);
     if (flags > 1) LEAVE(INVALID_VALUE);
@@ -442,6 +486,7 @@ int cuStreamCreate(struct object **stream, unsigned flags) {
 
 int cuStreamDestroy_v2(uint64_t handle) {
     ENTER("cuStreamDestroy");
+    DISTURBS("cuStreamDestroy");
     struct object *s = object("cuStreamDestroy", handle, STREAM, &code);
     if (s) s->alive = 0;
     LEAVE(code);
@@ -450,6 +495,7 @@ int cuStreamDestroy_v2(uint64_t handle) {
 /* What was held is done: nothing here can be waited for. */
 int cuStreamSynchronize(uint64_t handle) {
     ENTER("cuStreamSynchronize");
+    DISTURBS("cuStreamSynchronize");
     struct object *s = object("cuStreamSynchronize", handle, STREAM, &code);
     if (s) {
         s->done = s->queued;
@@ -467,6 +513,7 @@ int cuStreamIsCapturing(uint64_t handle, int *status) {
 
 int cuEventCreate(struct object **event, unsigned flags) {
     ENTER("cuEventCreate");
+    DISTURBS("cuEventCreate");
     struct context *c = here("cuEventCreate");
     if (!c) LEAVE(INVALID_CONTEXT);
     if (flags & ~7u) LEAVE(INVALID_VALUE);
@@ -476,6 +523,7 @@ int cuEventCreate(struct object **event, unsigned flags) {
 
 int cuEventDestroy_v2(uint64_t handle) {
     ENTER("cuEventDestroy");
+    DISTURBS("cuEventDestroy");
     struct object *e = object("cuEventDestroy", handle, EVENT, &code);
     if (e) e->alive = 0;
     LEAVE(code);
@@ -495,6 +543,7 @@ int cuEventRecord(uint64_t handle, uint64_t stream) {
 
 int cuEventQuery(uint64_t handle) {
     ENTER("cuEventQuery");
+    DISTURBS("cuEventQuery");
     struct object *e = object("cuEventQuery", handle, EVENT, &code);
     if (!e) LEAVE(code);
     LEAVE(!e->stream || e->stream->done >= e->point ? OK : NOT_READY);
@@ -502,6 +551,7 @@ int cuEventQuery(uint64_t handle) {
 
 int cuModuleLoadData(struct object **module, const void *image) {
     ENTER("cuModuleLoadData");
+    DISTURBS("cuModuleLoadData");
     struct context *c = here("cuModuleLoadData");
     if (!c) LEAVE(INVALID_CONTEXT);
     if (!strstr(image, ".entry kvxfer_copy_stripes(")) LEAVE(INVALID_VALUE);
@@ -511,6 +561,7 @@ int cuModuleLoadData(struct object **module, const void *image) {
 
 int cuModuleUnload(uint64_t handle) {
     ENTER("cuModuleUnload");
+    DISTURBS("cuModuleUnload");
     struct object *m = object("cuModuleUnload", handle, MODULE, &code);
     if (m) m->alive = 0;
     LEAVE(code);
@@ -597,17 +648,20 @@ static int drop_range(uint64_t address) {
 
 int cuMemAlloc_v2(uint64_t *address, size_t bytes) {
     ENTER("cuMemAlloc");
+    DISTURBS("cuMemAlloc");
     struct context *c = here("cuMemAlloc");
     LEAVE(c ? add_range(address, bytes, DEVICE_MEMORY, c->device) : INVALID_CONTEXT);
 }
 
 int cuMemFree_v2(uint64_t address) {
     ENTER("cuMemFree");
+    DISTURBS("cuMemFree");
     LEAVE(here("cuMemFree") ? drop_range(address) : INVALID_CONTEXT);
 }
 
 int cuMemHostAlloc(void **address, size_t bytes, unsigned flags) {
     ENTER("cuMemHostAlloc");
+    DISTURBS("cuMemHostAlloc");
     (void)flags;
     struct context *c = here("cuMemHostAlloc");
     LEAVE(c ? add_range((uint64_t *)address, bytes, PINNED, c->device) : INVALID_CONTEXT);
@@ -615,17 +669,20 @@ int cuMemHostAlloc(void **address, size_t bytes, unsigned flags) {
 
 int cuMemFreeHost(void *address) {
     ENTER("cuMemFreeHost");
+    DISTURBS("cuMemFreeHost");
     LEAVE(here("cuMemFreeHost") ? drop_range((uint64_t)address) : INVALID_CONTEXT);
 }
 
 int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) {
     ENTER("cuMemHostRegister");
+    DISTURBS("cuMemHostRegister");
     (void)address, (void)flags;
     LEAVE(!here("cuMemHostRegister") ? INVALID_CONTEXT : bytes ? OK : INVALID_VALUE);
 }
 
 int cuMemHostUnregister(void *address) {
     ENTER("cuMemHostUnregister");
+    DISTURBS("cuMemHostUnregister");
     (void)address;
     LEAVE(OK);
 }
@@ -764,11 +821,28 @@ void kvxstub_destroy(uint64_t handle) {
     pthread_mutex_unlock(&lock);
 }
 
-void kvxstub_capture(uint64_t stream, int on) {
+/* This thread begins to capture a stream into a graph, or ends that. Whether the graph is whole. */
+int kvxstub_capture(uint64_t stream, int on) {
     pthread_mutex_lock(&lock);
-    ((struct object *)stream)->capturing = on;
-    pthread_mutex_unlock(&lock);
+    struct object *s = (struct object *)stream;
+    int whole = !s->spoilt;
+    for (struct object **at = &captures; *at; at = &(*at)->next_capture) {
+        if (*at != s) continue;
+        *at = s->next_capture;
+        break;
+    }
+    s->capturing = on;
+    s->spoilt = 0;
+    if (on) {
+        s->capturer = pthread_self();
+        s->next_capture = captures;
+        captures = s;
+    }
+    LEAVE(whole);
 }
+
+/* The calling thread's mode of capture: 0, unless somebody has left another. */
+int kvxstub_capture_mode(void) { return capture_mode; }
 
 /* A kernel begins that goes on until kvxstub_finish. */
 void kvxstub_start(uint64_t stream) {

@@ -30,6 +30,7 @@ from kvxfer._kvxfer import (
 )
 from kvxfer._layout import StateBlock
 from kvxfer._memory import Pool, alloc
+from kvxfer._rails import Rails
 from kvxfer._security import Limits, Tls
 from kvxfer.errors import (
     AgentClosed,
@@ -87,6 +88,7 @@ __all__ = [
     "ProtocolError",
     "Push",
     "QueueFull",
+    "Rails",
     "RoomInUse",
     "RoomStats",
     "Shard",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from kvxfer import _kvxfer
 from kvxfer._kvxfer import Event, PageLayout, Shard, Unreleased
 from kvxfer._memory import Layouts, Pool, groups_of, prepare, ucx_wheel_dir
+from kvxfer._rails import Rails, for_agent, ucx_devices
 from kvxfer._security import Limits, Tls, tls_files, warn_if_open
 from kvxfer.errors import AuthError, BadArgument
 
@@ -51,6 +53,10 @@ class Agent(_kvxfer.Agent):
     * `model` is a fingerprint that both sides must have in common.
     * `fabric` is `"shm"`, `"ucx"` or `"auto"` (for each peer: shared memory on the same host, else UCX);
       `ucx_tls` names UCX's transports instead of kvxfer's choice.
+    * `rails` names the RDMA cards (`"mlx5_0"`, or a port, `"mlx5_0:1"`) that UCX is held to; a write goes
+      over all of them if UCX can. None is the card nearest to the GPU that the memory is on (memory of the
+      host: all cards, by UCX's choice), unless `UCX_NET_DEVICES` is set; `[]` leaves it to UCX. The attribute
+      `rails` says which, and why.
     * `secret` (str or bytes) must be the same on both sides; None takes it from the file
       `KVXFER_SECRET_FILE`, else from `KVXFER_SECRET`.
     * `tls` is a `Tls` with the paths of certificates, also on both sides; None takes them from
@@ -98,6 +104,7 @@ class Agent(_kvxfer.Agent):
     """
 
     _loops: Loops
+    _rails: Rails
 
     def __new__(
         cls,
@@ -121,6 +128,7 @@ class Agent(_kvxfer.Agent):
         queue_capacity: int = 4096,
         spin_us: int | None = None,
         ucx_tls: str | None = None,
+        rails: Sequence[str] | None = None,
         heartbeat: float | None = None,
         suspect_after: float | None = None,
         fence_after: float | None = None,
@@ -143,6 +151,8 @@ class Agent(_kvxfer.Agent):
                     f"ucx_tls={ucx_tls!r}, but the pool was allocated for {memory.ucx_tls!r}: "
                     "give both the same"
                 )
+        device = next((n for n in devices or () if n is not None), None)
+        chosen = for_agent(rails, device=device, fabric=fabric, ucx_tls=ucx_tls)
         key, files = _secret(secret), tls_files(tls)
         self = super().__new__(
             cls,
@@ -177,13 +187,20 @@ class Agent(_kvxfer.Agent):
             staging_slots=staging_slots,
             staging_slot_bytes=staging_slot_bytes,
             devices=devices,
+            ucx_devices=ucx_devices(chosen),
             flaw=_flaw,
         )
+        self._rails = chosen
         self._loops = {}
         if insecure and key is None and files is None:
             warn_if_open(self.address)
         _live.add(self)
         return self
+
+    @property
+    def rails(self) -> Rails:
+        """The RDMA cards that its UCX is held to: `names` (none: UCX chooses) and `why`."""
+        return self._rails
 
     async def wait_async(self, room: int) -> Event:
         """Like `wait`, for asyncio: returns the room's `"Success"` or raises its error, and takes nothing

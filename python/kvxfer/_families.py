@@ -157,13 +157,19 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "kvxfer_requests_waiting",
         "gauge",
-        "Requests that wait: for a transfer (rooms expected here and not over), or for memory (as the "
-        "engine says).",
+        "Requests that wait: for a transfer (rooms expected here and not over), for memory (slots or pages, "
+        "as the engine or the proxy says), or in the proxy for prefill.",
         ("cause",),
         _waiting,
     ),
     Family("kvxfer_slots", "gauge", "Requests that the engine runs at a time, at most.", (), _load("slots")),
-    Family("kvxfer_slots_held", "gauge", "Requests that the engine runs now.", (), _load("slots_held")),
+    Family(
+        "kvxfer_slots_held",
+        "gauge",
+        "Requests that the engine runs now, or that have a slot there.",
+        (),
+        _load("slots_held"),
+    ),
     # Bytes and the link.
     Family("kvxfer_moved_bytes", "counter", "Bytes that this agent moved.", (), _stat("moved_bytes")),
     Family("kvxfer_writes", "counter", "Writes or copies that it made.", (), _stat("writes")),

@@ -28,10 +28,12 @@ __all__ = [
     "_after_fork_in_child",
     "_bench_copy",
     "_bench_plan",
+    "_device_pci",
     "_doctor_gpus",
     "_doctor_host",
     "_doctor_ucx",
     "_memory_at",
+    "_pack_table",
     "new_room",
     "plan_transfer",
     "simulate",
@@ -91,6 +93,13 @@ def _bench_copy(
     lens: np.ndarray[tuple[int], np.dtype[np.uint64]],
 ) -> int:
     """Nanoseconds of plain copying of the same pieces in each pair (to, from) of regions."""
+
+def _pack_table(
+    src: np.ndarray[tuple[int], np.dtype[np.uint64]],
+    dst: np.ndarray[tuple[int], np.dtype[np.uint64]],
+    lens: np.ndarray[tuple[int], np.dtype[np.uint64]],
+) -> tuple[bytes, int, int, int]:
+    """The pack kernel's table of copies by address: bytes, offset of its second list, stripes, tiles."""
 
 def _bench_plan(
     src: tuple[_Layouts, Shard],
@@ -330,6 +339,9 @@ def _doctor_host() -> dict[str, Any]:
 def _doctor_gpus() -> dict[str, Any]:
     """The GPUs."""
 
+def _device_pci(device: int) -> str:
+    """Where a GPU is on the PCI bus."""
+
 def _memory_at(address: int) -> dict[str, Any]:
     """What memory an address names, by the CUDA driver's word."""
 
@@ -392,6 +404,7 @@ class Agent:
         staging_slots: int = 32,
         staging_slot_bytes: int = 262144,
         devices: Sequence[int | None] | None = None,
+        ucx_devices: tuple[list[str], int] | None = None,
         flaw: str | None = None,
     ) -> Self: ...
     @property

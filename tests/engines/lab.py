@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -79,7 +79,7 @@ class Engine:
         prefix_cache: bool = False,
         batch: int = 512,
         policy: str = "fail",
-        async_scheduling: bool = False,
+        ahead: bool = False,
         heads: int = HEADS,
         **extra: Any,
     ) -> None:
@@ -95,7 +95,7 @@ class Engine:
             max_num_seqs=16,
             enable_prefix_caching=prefix_cache,
             enforce_eager=True,
-            async_scheduling=async_scheduling,
+            async_scheduling=ahead,
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KvxferConnector",
                 kv_connector_module_path="kvxfer.vllm",
@@ -114,10 +114,16 @@ class Engine:
         )
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(block, sha256) if prefix_cache else None
-        self.scheduler = Scheduler(
+        self.scheduler = config.scheduler_config.get_scheduler_cls()(
             config, self.cache, StructuredOutputManager(config), block_size=block, log_stats=True
         )
+        # With asynchronous scheduling, the default of vLLM's servers, the next step is scheduled before the
+        # scheduler has seen what came of the last one.
+        self.ahead = ahead
+        self._under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.tables: dict[str, list[int]] = {}
+        # As the workers know them, which is before the scheduler does.
+        self.tokens: dict[str, list[int]] = {}
         self.tensors: list[list[torch.Tensor]] = []
         self.workers: list[KvxferConnector] = []
         parallel = config.parallel_config
@@ -134,6 +140,8 @@ class Engine:
         self.aggregator = KVOutputAggregator(tp)
         self.answers: dict[str, list[int]] = {}
         self.errors: set[str] = set()
+        # What 0.33 says of them.
+        self.words: dict[str, str] = {}
         self.params: dict[str, dict[str, Any]] = {}
         self.sent: list[str] = []
         self.received: list[str] = []
@@ -166,6 +174,7 @@ class Engine:
         *,
         max_tokens: int = 3,
         name: str | None = None,
+        logprobs: int | None = None,
     ) -> str:
         """A request as the server's front end makes it: its id has a suffix of its own on each server."""
         name = name or f"req-{next(_names):08x}"
@@ -173,6 +182,7 @@ class Engine:
             max_tokens=max_tokens,
             ignore_eos=True,
             temperature=0.0,
+            prompt_logprobs=logprobs,
             extra_args={"kv_transfer_params": params} if params is not None else None,
         )
         sampling.update_from_generation_config({}, VOCAB - 1)
@@ -193,22 +203,28 @@ class Engine:
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
-    def step(self) -> SchedulerOutput:
+    def step(self) -> None:
         """One turn of the engine's loop, as EngineCore does it."""
-        output = self.scheduler.schedule()
-        result = self.execute(output)
-        self.finish(output, result)
-        return output
+        if not self.ahead or self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._under_way.append((output, self.execute(output)))
+            if self.ahead and len(self._under_way) < 2 and self.scheduler.has_requests():
+                return
+        if self._under_way:
+            self.finish(*self._under_way.popleft())
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """The workers' half of a step, in the order in which the CPU's runner calls."""
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id] = list(new.block_ids[0])
+            self.tokens[new.req_id] = list(new.prompt_token_ids)
         cached = output.scheduled_cached_reqs
         for i, name in enumerate(cached.req_ids):
             fresh = cached.new_block_ids[i]
             if name in cached.resumed_req_ids:
                 self.tables[name] = []
+                # Tokens that were sampled before it was preempted may not have counted.
+                self.tokens[name] = list(self.scheduler.requests[name].all_token_ids)
             if fresh:
                 self.tables[name].extend(fresh[0])
         outputs = []
@@ -236,10 +252,13 @@ class Engine:
                         finished_recving=results.finished_recving,
                         failed_recving=results.failed_recving,
                         kv_connector_stats=worker.get_kv_connector_stats(),
+                        kv_connector_worker_meta=worker.build_connector_worker_meta(),
                     ),
                 )
             )
             worker.clear_connector_metadata()
+        for request, tokens in zip(ids, sampled, strict=True):
+            self.tokens[request] += tokens
         result = self.aggregator.aggregate(outputs)
         assert result is not None
         return result
@@ -258,9 +277,7 @@ class Engine:
                     self.params[item.request_id] = item.kv_transfer_params
                 if item.finish_reason is not None and str(item.finish_reason) == "error":
                     self.errors.add(item.request_id)
-
-    def _tokens(self, request: str) -> list[int]:
-        return list(self.scheduler.requests[request].all_token_ids)
+                    self.words[item.request_id] = getattr(getattr(item, "error", None), "message", "")
 
     def _span(self, request: str, output: SchedulerOutput) -> range:
         count = output.num_scheduled_tokens[request]
@@ -281,14 +298,14 @@ class Engine:
         )
 
     def _compute(self, rank: int, layer: int, request: str, output: SchedulerOutput) -> None:
-        tokens, table = self._tokens(request), self.tables[request]
+        tokens, table = self.tokens[request], self.tables[request]
         for position in self._span(request, output):
             page = self.tensors[rank][layer][table[position // self.block]]
             page[:, position % self.block] = self._value(rank, layer, tokens[position], position)
 
     def wrong(self, request: str, end: int, rank: int = 0) -> int:
         """How many of a request's first tokens have other KV than their own."""
-        tokens, table = self._tokens(request), self.tables[request]
+        tokens, table = self.tokens[request], self.tables[request]
         bad = 0
         for position in range(end):
             for layer in range(LAYERS):
@@ -299,7 +316,7 @@ class Engine:
         return bad
 
     def _sample(self, rank: int, request: str, output: SchedulerOutput) -> list[int]:
-        tokens = self._tokens(request)
+        tokens = self.tokens[request]
         span = self._span(request, output)
         if span.stop < len(tokens):
             return []
@@ -316,7 +333,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether vLLM would stop stepping this engine."""
-        return not self.scheduler.has_requests()
+        return not self._under_way and not self.scheduler.has_requests()
 
 
 def answer_of(tokens: list[int], count: int) -> list[int]:

@@ -12,10 +12,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,19 @@ def free_port() -> int:
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def metric(port: int, name: str) -> float:
+    """A metric of whoever listens there, over all labels that the name leaves open; 0 if it is not there,
+    as with labels that have not been seen yet.
+    """
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    labels = "" if "{" in name else r"(?:\{[^}]*\})?"
+    found = re.findall(rf"^{re.escape(name)}{labels} (\S+)$", text, re.MULTILINE)
+    if not found and name.partition("{")[0] not in text:
+        raise KeyError(name)
+    return sum(map(float, found))
 
 
 class Zygote:
@@ -101,6 +114,9 @@ class Server:
     tp: int = 1
     args: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    # Another connector than kvxfer's, as its --kv-transfer-config, and what it wants in the environment.
+    config: dict[str, Any] | None = None
+    env: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     directory_port: int = field(default_factory=free_port)
     pid: int = 0
@@ -131,16 +147,21 @@ class Server:
         args += ["--tensor-parallel-size", str(self.tp)]
         args += ["--distributed-executor-backend", "uni" if self.tp == 1 else "mp", *self.args]
         args.append("--enable-prefix-caching" if self.prefix_cache else "--no-enable-prefix-caching")
+        config = self.config
         if self.role is not None:
             config = {
                 "kv_connector": "KvxferConnector",
                 "kv_connector_module_path": "kvxfer.vllm",
                 "kv_role": self.role,
                 "kv_load_failure_policy": self.policy,
-                "kv_connector_extra_config": {"directory": self.directory, **self.extra},
+                "kv_connector_extra_config": {
+                    **({} if self.role == "kv_consumer" else {"directory": self.directory}),
+                    **self.extra,
+                },
             }
+        if config is not None:
             args += ["--kv-transfer-config", json.dumps(config)]
-        order = {"args": args, "env": ENV, "log": str(self.log)}
+        order = {"args": args, "env": {**ENV, **self.env}, "log": str(self.log)}
         self.pid = self.zygote.ask(order)["pid"]
         return self
 
@@ -170,12 +191,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """A metric, over all labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
-            text = answer.read().decode()
-        found = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-        if not found:
-            raise KeyError(name)
-        return sum(map(float, found))
+        return metric(self.port, name)
 
     def idle(self, seconds: float = 120.0) -> None:
         """Waits until no page is held and nothing runs or waits; fails if that does not come."""
@@ -202,12 +218,15 @@ def _alive(pid: int) -> bool:
 
 @dataclass
 class Answer:
-    """What a server said."""
+    """What came back: of an answer that is not streamed as it was, of a stream put together."""
 
     status: int
     body: dict[str, Any]
-    # The bytes of a stream ended as streams do.
+    # It ended as answers do: with its last byte, and a stream with [DONE].
     whole: bool = True
+    # A streamed answer's pieces.
+    pieces: list[str] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -219,56 +238,72 @@ class Answer:
         """The completion's tokens."""
         return list(self.body["choices"][0]["token_ids"])
 
+    @property
+    def error(self) -> str:
+        """What went wrong, in the server's words; empty if nothing did."""
+        found = self.body.get("error")
+        return json.dumps(found) if found else ""
 
-def post(port: int, body: dict[str, Any], *, timeout: float = ANSWER_S) -> Answer:
-    """One completion. A connection that breaks raises OSError."""
+
+def post(
+    port: int, body: dict[str, Any], *, timeout: float = ANSWER_S, first: Callable[[], None] | None = None
+) -> Answer:
+    """One completion, streamed if `body` says so; `first` is called when a stream's first token is there. A
+    connection that breaks before there is a status raises OSError.
+    """
     connection = HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        data = answer.read()
+        headers = dict(answer.getheaders())
         try:
-            return Answer(answer.status, json.loads(data))
-        except ValueError:
-            return Answer(answer.status, {"error": data.decode(errors="replace")}, whole=False)
+            if headers.get("Content-Type", headers.get("content-type", "")).startswith("text/event-stream"):
+                found = _stream(answer, first)
+                found.headers = headers
+                return found
+            data = answer.read()
+            return Answer(answer.status, json.loads(data), headers=headers)
+        except (HTTPException, ValueError) as error:
+            return Answer(answer.status, {"error": repr(error)}, whole=False, headers=headers)
     finally:
         connection.close()
 
 
-def stream(port: int, body: dict[str, Any]) -> tuple[list[str], bool]:
-    """A streamed completion's pieces, and whether it came to its end."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=ANSWER_S)
-    try:
-        connection.request(
-            "POST",
-            "/v1/completions",
-            json.dumps({**body, "stream": True}),
-            {"Content-Type": "application/json"},
-        )
-        answer = connection.getresponse()
-        pieces = []
-        for line in answer:
-            if not line.startswith(b"data: "):
-                continue
-            data = line[6:].strip()
-            if data == b"[DONE]":
-                return pieces, True
-            event = json.loads(data)
-            if "choices" not in event:
-                return pieces, False
-            pieces.append(event["choices"][0]["text"])
-        return pieces, False
-    finally:
-        connection.close()
+def _stream(answer: HTTPResponse, first: Callable[[], None] | None) -> Answer:
+    pieces: list[str] = []
+    tokens: list[int] = []
+    reason = None
+    for line in answer:
+        if not line.startswith(b"data: "):
+            continue
+        data = line[6:].strip()
+        if data == b"[DONE]":
+            choice = {"text": "".join(pieces), "token_ids": tokens, "finish_reason": reason}
+            return Answer(answer.status, {"choices": [choice]}, pieces=pieces)
+        event = json.loads(data)
+        if "error" in event:
+            # What follows counts for nothing; an event that says it is done would make it a whole answer.
+            rest = answer.read()
+            assert b"[DONE]" not in rest, rest
+            return Answer(answer.status, event, whole=False, pieces=pieces)
+        for choice in event["choices"]:
+            pieces.append(choice["text"])
+            tokens += choice.get("token_ids") or ()
+            reason = choice["finish_reason"] or reason
+        if first is not None and pieces:
+            first()
+            first = None
+    return Answer(answer.status, {}, whole=False, pieces=pieces)
 
 
 def question(prompt: str | list[int], tokens: int = 16) -> dict[str, Any]:
-    """A greedy completion whose tokens come back, too."""
+    """A greedy completion of so many tokens, which come back, too."""
     return {
         "model": "smollm2",
         "prompt": prompt,
         "max_tokens": tokens,
         "temperature": 0,
+        "ignore_eos": True,
         "return_token_ids": True,
     }
 

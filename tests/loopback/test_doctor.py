@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cuda_stub
 import pytest
 
 from kvxfer.cli.doctor import _show
@@ -74,6 +75,14 @@ def test_without_ucx(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("/nonexistent/libucp.so.0" in text and "libucx-cu12" in text for text in found["problems"])
     assert found["gpus"]["devices"] == []
     assert "/nonexistent/libcuda.so" in found["gpus"]["error"]
+    assert {line["state"] for line in found["rdma"]["lines"]} <= {
+        "ok",
+        "warn",
+        "fail",
+        "unknown",
+        "not applicable",
+    }
+    assert found["rdma"]["rails"] == []
     assert found["host"]["dev_shm_bytes"] is None or found["host"]["dev_shm_bytes"] > 0
     assert {pool["page_bytes"] % 4096 for pool in found["host"]["huge_pages"]} <= {0}
 
@@ -97,3 +106,32 @@ def test_with_ucx(which: str) -> None:
     found = json.loads(doctor("--json", KVXFER_UCX_LIBRARY=path).stdout)
     check_shm(found)
     check_ucx(found, path)
+
+
+def test_the_driver_says_where_gpus_are_and_what_cards_may_do(tmp_path: Path) -> None:
+    """On the stub driver, whose capital letters are not the kernel's."""
+    script = "import json; from kvxfer import _kvxfer as k\n"
+    script += "print(json.dumps([k._doctor_gpus(), k._device_pci(1)]))"
+    for defines, may in (([], True), (["-DRDMA=0"], False)):
+        library = cuda_stub.build(tmp_path, defines=defines)
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "KVXFER_CUDA_LIBRARY": str(library)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found, second = json.loads(done.stdout)
+        assert [gpu["pci"] for gpu in found["devices"]] == ["0000:1a:00.0", "0000:1b:00.0"]
+        assert second == "0000:1b:00.0"
+        assert [(gpu["rdma"], gpu["dmabuf"]) for gpu in found["devices"]] == [(may, may)] * 2
+    library = cuda_stub.build(tmp_path, defines=["-DcuDeviceGetPCIBusId=gone"])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "KVXFER_CUDA_LIBRARY": str(library)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "FabricError" in done.stderr
+    assert "lacks cuDeviceGetPCIBusId" in done.stderr

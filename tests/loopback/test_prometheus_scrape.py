@@ -1,8 +1,9 @@
-"""A real Prometheus scrapes a real agent, evaluates the alert rules and answers every query of the
-dashboard."""
+"""A real Prometheus scrapes real agents and a real proxy, evaluates the alert rules and answers every query
+of the dashboard, with nothing wired by hand between them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_openai import never
 from pair import Pair, pair
+from proxied import Scene, in_background
 from two import events, eventually, released
 
 from kvxfer import prometheus
-from kvxfer.prometheus import Load
+from kvxfer.admission import Config
 
 MONITORING = Path(__file__).resolve().parents[2] / "monitoring"
 SECONDS = 60
@@ -79,13 +82,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(folder: Path, target: int) -> Iterator[Prometheus]:
+def server(folder: Path, *targets: str) -> Iterator[Prometheus]:
     config = folder / "prometheus.yml"
     config.write_text(
         "global: {scrape_interval: 500ms, scrape_timeout: 500ms, evaluation_interval: 500ms}\n"
         f"rule_files: ['{MONITORING / 'kvxfer-alerts.yml'}']\n"
         "scrape_configs:\n"
-        f"  - {{job_name: kvxfer, static_configs: [{{targets: ['127.0.0.1:{target}']}}]}}\n"
+        f"  - {{job_name: kvxfer, static_configs: [{{targets: {list(targets)}}}]}}\n"
     )
     port = free_port()
     log = (folder / "log").open("w")
@@ -123,20 +126,51 @@ def server(folder: Path, target: int) -> Iterator[Prometheus]:
         log.close()
 
 
+HELD, WAITING = 9, 3
+
+
+async def _busy(s: Scene) -> list[asyncio.Future[Any]]:
+    """Nine requests that do not end, and three for which no slot is left."""
+    s.decode[0].behave = never
+    asking = [asyncio.ensure_future(s.ask()) for _ in range(HELD + WAITING)]
+    while s.router.admission.stats().queued != WAITING:
+        await asyncio.sleep(0.001)
+    return asking
+
+
+async def _leave(asking: list[asyncio.Future[Any]]) -> None:
+    for one in asking:
+        one.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+
+
 @pytest.fixture(scope="module")
-def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, Prometheus]]:
-    load = Load(slots=10, slots_held=9, waiting_for_memory=3)
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, Scene, Prometheus]]:
+    settings = {"decode_settings": ",pages=4000,slots=10", "admission": Config(slots_share=0.9)}
     with (
         pair() as both,
-        prometheus.serve(both.prefill, both.decode, port=0, load=lambda: load) as served,
-        server(tmp_path_factory.mktemp("prometheus"), served.port) as up,
+        prometheus.serve(both.prefill, both.decode, port=0) as served,
+        in_background(**settings) as (proxy, call),
+        server(
+            tmp_path_factory.mktemp("prometheus"),
+            f"127.0.0.1:{served.port}",
+            proxy.url.removeprefix("http://"),
+        ) as up,
     ):
-        up.wait_for("up{job='kvxfer'}", lambda values: values == [1.0])
-        yield both, up
+        up.wait_for("up{job='kvxfer'}", lambda values: values == [1.0, 1.0])
+        first = up.wait_for("kvxfer_proxy_first_token_seconds_count", lambda values: len(values) == 1)
+        for _ in range(4):
+            call(proxy.stream())
+        up.wait_for("kvxfer_proxy_first_token_seconds_count", lambda values: values == [first[0] + 4])
+        asking = call(_busy(proxy))
+        try:
+            yield both, proxy, up
+        finally:
+            call(_leave(asking))
 
 
-def test_prometheus_has_what_happened(scraped: tuple[Pair, Prometheus]) -> None:
-    both, up = scraped
+def test_prometheus_has_what_happened(scraped: tuple[Pair, Scene, Prometheus]) -> None:
+    both, _, up = scraped
     name = "kvxfer_rooms_succeeded_total"
     before = sum(up.wait_for(name, lambda values: len(values) == 2))
     moved = sum(up.wait_for("kvxfer_moved_bytes_total", lambda values: len(values) == 2))
@@ -151,8 +185,8 @@ def test_prometheus_has_what_happened(scraped: tuple[Pair, Prometheus]) -> None:
     assert kinds["kvxfer_rooms"] == "gauge"
 
 
-def test_prometheus_sees_a_rate_of_bytes_and_quantiles(scraped: tuple[Pair, Prometheus]) -> None:
-    both, up = scraped
+def test_prometheus_sees_a_rate_of_bytes_and_quantiles(scraped: tuple[Pair, Scene, Prometheus]) -> None:
+    both, _, up = scraped
 
     def busy() -> bool:
         both.hand_off(pages=16)
@@ -163,8 +197,9 @@ def test_prometheus_sees_a_rate_of_bytes_and_quantiles(scraped: tuple[Pair, Prom
     up.wait_for(quantile, lambda values: len(values) == 3)
 
 
-def test_alerts_fire_on_what_really_happens(scraped: tuple[Pair, Prometheus]) -> None:
-    both, up = scraped
+def test_alerts_fire_on_what_really_happens(scraped: tuple[Pair, Scene, Prometheus]) -> None:
+    both, proxy, up = scraped
+    decode = proxy.decode[0].name
     rules = [r for g in up.get("/api/v1/rules")["data"]["groups"] for r in g["rules"]]
     assert len(rules) >= 12
     eventually(
@@ -175,11 +210,15 @@ def test_alerts_fire_on_what_really_happens(scraped: tuple[Pair, Prometheus]) ->
         seconds=SECONDS,
         pause=0.1,
     )
-    # 9 of 10 slots are held: pending until it has lasted for 5 minutes.
+    # 9 of 10 slots are held, all that the proxy gives away: pending until it has lasted for 5 minutes.
     up.wait_for(
-        "ALERTS{alertname='KvxferSlotsNearlyAllHeld', agent='decode-0'}", lambda values: values == [1.0]
+        f"ALERTS{{alertname='KvxferSlotsNearlyAllHeld', agent='{decode}'}}", lambda values: values == [1.0]
     )
-    up.wait_for("kvxfer_requests_waiting{cause='memory', agent='decode-0'}", lambda values: values == [3.0])
+    up.wait_for(
+        f"ALERTS{{alertname='KvxferProxySlotsAllHeld', server='{decode}'}}", lambda values: values == [1.0]
+    )
+    up.wait_for("kvxfer_requests_waiting{cause='memory', agent='proxy'}", lambda values: values == [WAITING])
+    up.wait_for("kvxfer_requests_waiting{cause='transfer'}", lambda values: len(values) == 3)
     failing = both.expect([99])
     events(both.decode, released(failing))
     up.wait_for(
@@ -189,8 +228,8 @@ def test_alerts_fire_on_what_really_happens(scraped: tuple[Pair, Prometheus]) ->
     )
 
 
-def test_every_query_of_the_dashboard_is_answered(scraped: tuple[Pair, Prometheus]) -> None:
-    both, up = scraped
+def test_every_query_of_the_dashboard_is_answered(scraped: tuple[Pair, Scene, Prometheus]) -> None:
+    both, _, up = scraped
     board = json.loads((MONITORING / "kvxfer-dashboard.json").read_text())
     began = time.monotonic()
     while time.monotonic() - began < 1:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from fake_openai import (
     status,
     when,
 )
-from proxied import run, scene
+from proxied import Scene, run, scene
 
 from kvxfer.admission import Config
 
@@ -41,7 +43,14 @@ def test_both_legs_go_out_at_once_with_one_room(stream: bool) -> None:
             assert not computed.is_set()
             room = to_prefill.room
             assert 0 < room < 2**63
-            assert to_prefill.params == {"do_remote_decode": True, "do_remote_prefill": False, "room": room}
+            assert to_prefill.params == {
+                "do_remote_prefill": False,
+                "do_remote_decode": True,
+                "room": room,
+                # By it the one of several data-parallel engines that gets the prompt can say that decode was
+                # told of another.
+                "source": "10.0.0.1:9000",
+            }
             assert to_decode.params == {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
@@ -206,14 +215,21 @@ def test_tokens_reach_the_client_as_they_come() -> None:
     run(test())
 
 
+@asynccontextmanager
+async def one_slot_taken(**config: Any) -> AsyncIterator[tuple[Scene, asyncio.Event, asyncio.Task[Any]]]:
+    """One slot and one request in it, which ends when the gate is opened."""
+    admission = Config(slots_share=1.0, **config)
+    async with scene(decode_settings=",pages=4000,slots=1", admission=admission) as s:
+        gate = asyncio.Event()
+        s.decode[0].behave = when(gate, good_decode)
+        first = asyncio.create_task(s.ask())
+        await s.decode[0].next_call()
+        yield s, gate, first
+
+
 def test_a_full_decode_server_answers_429_with_retry_after() -> None:
     async def test() -> None:
-        admission = Config(queue_requests=0, slots_share=1.0)
-        async with scene(decode_settings=",pages=4000,slots=1", admission=admission) as s:
-            gate = asyncio.Event()
-            s.decode[0].behave = when(gate, good_decode)
-            first = asyncio.create_task(s.ask())
-            await s.decode[0].next_call()
+        async with one_slot_taken(queue_requests=0) as (s, gate, first):
             code, headers, found = await s.ask()
             assert code == 429
             assert int(headers["Retry-After"]) >= 1
@@ -225,9 +241,12 @@ def test_a_full_decode_server_answers_429_with_retry_after() -> None:
             assert (await s.ask())[0] == 200
             metrics = await s.metrics()
             assert metrics['kvxfer_proxy_refused_total{reason="decode_slots"}'] == 1
-            code, _, found = await s.ask("x" * 400_000)
+            # How many tokens these are only a server can say; 70,000 tokens are too many for 64,000.
+            assert (await s.ask("x" * 400_000))[0] == 200
+            assert (await s.ask("x", max_tokens=10**6))[0] == 200
+            code, _, found = await s.post(prompt=[1] * 70_000)
             assert code == 400
-            assert "more KV pages than any decode server has" in found["error"]["message"]
+            assert "the prompt (70000 tokens) needs more KV pages than any" in found["error"]["message"]
             s.nothing_is_held()
 
     run(test())
@@ -235,12 +254,7 @@ def test_a_full_decode_server_answers_429_with_retry_after() -> None:
 
 def test_who_waits_gets_in_when_a_slot_is_free_and_is_refused_after_its_time() -> None:
     async def test() -> None:
-        admission = Config(slots_share=1.0, queue_wait_s=0.3)
-        async with scene(decode_settings=",slots=1,pages=4000", admission=admission) as s:
-            gate = asyncio.Event()
-            s.decode[0].behave = when(gate, good_decode)
-            first = asyncio.create_task(s.ask())
-            await s.decode[0].next_call()
+        async with one_slot_taken(queue_wait_s=0.3) as (s, gate, first):
             code, headers, found = await s.ask()
             assert code == 429
             assert "and it waited 0.3 s" in found["error"]["message"]
@@ -431,6 +445,41 @@ def test_metrics_are_named_by_prometheus_rules() -> None:
                     assert all(sample.name.endswith(("_total", "_created")) for sample in one.samples)
                 if one.type == "histogram":
                     assert one.name.endswith("_seconds")
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "config", "cause", "held"),
+    [
+        ("Hi", {"slots_share": 0.5}, "memory", 2),
+        ("x" * 160_000, {"link_backlog_s": 0.5}, "transfer", 1),
+        ("x" * 160_000, {"prefill_backlog_s": 6.0}, "prefill", 1),
+    ],
+)
+def test_slots_and_who_waits_for_what_are_told_as_agents_would(
+    prompt: str, config: dict[str, float], cause: str, held: int
+) -> None:
+    """Alerts and `kvxfer top` have them of every decode server, without `load=` in any engine."""
+
+    async def test() -> None:
+        async with scene(decode_settings=",pages=40000,slots=4", admission=Config(**config)) as s:
+            names = [f'kvxfer_{name}{{agent="{s.decode[0].name}"}}' for name in ("slots", "slots_held")]
+            causes = ("memory", "transfer", "prefill")
+            waiting = [f'kvxfer_requests_waiting{{agent="proxy",cause="{one}"}}' for one in causes]
+            idle = await s.metrics()
+            assert [idle[name] for name in (*names, *waiting)] == [4, 0, 0, 0, 0]
+            gate = asyncio.Event()
+            s.prefill[0].behave = when(gate, good_prefill)
+            asking = [asyncio.create_task(s.ask(prompt)) for _ in range(held + 3)]
+            while s.router.admission.stats().queued != 3:
+                await asyncio.sleep(0.001)
+            now = await s.metrics()
+            assert [now[name] for name in names] == [4, held]
+            assert [now[name] for name in waiting] == [3 * (one == cause) for one in causes]
+            gate.set()
+            assert {one[0] for one in await asyncio.gather(*asking)} == {200}
+            s.nothing_is_held()
 
     run(test())
 

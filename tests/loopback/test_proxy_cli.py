@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,8 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from fake_openai import Exchange, Fake, answer, events, good_decode, never, when
+from aiohttp import web
+from fake_openai import Call, Exchange, Fake, answer, events, good_decode, never, when
 from proxied import LIMIT_S, run
 
 
@@ -50,7 +52,7 @@ def test_the_process_serves_and_stops_when_requests_are_over() -> None:
         exchange = Exchange()
         prefill, decode = await Fake("prefill", exchange).start(), await Fake("decode", exchange).start()
         async with proxy(
-            *("--prefill", prefill.url, "--decode", decode.url + ",pages=1000", "--json")
+            *("--prefill", prefill.url, "--decode", decode.url + ",pages=1000,page-tokens=16", "--json")
         ) as process:
             found = await started(process)
             url = found["listening"]
@@ -118,6 +120,65 @@ def test_a_second_signal_ends_requests_with_an_error() -> None:
     run(test())
 
 
+async def _slow_client(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """One that has asked and takes nothing of the answer yet, with little room for it on its side."""
+    host, port = url.removeprefix("http://").split(":")
+    with_little = socket.socket()
+    with_little.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with_little.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(with_little, (host, int(port)))
+    # The reader's own limit keeps it from taking more than this before it is asked to.
+    reader, writer = await asyncio.open_connection(sock=with_little, limit=2**12)
+    body = json.dumps({"prompt": "Hi"}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    return reader, writer
+
+
+async def _log(process: Process, words: str) -> str:
+    """The first line of the log with these words."""
+    assert process.stderr is not None
+    while words not in (line := (await process.stderr.readline()).decode()):
+        assert line, f"it ended before it said: {words}"
+    return line
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_slow_client_gets_all_of_its_answer_before_the_process_ends_or_a_broken_connection(
+    signals: int,
+) -> None:
+    """What has been read from decode and not been taken by the client is in the proxy's memory only."""
+    large = {**answer(5), "padding": "x" * 20_000_000}
+
+    async def long(call: Call) -> web.StreamResponse:
+        return web.json_response(large)
+
+    async def test() -> None:
+        exchange = Exchange()
+        prefill, decode = await Fake("prefill", exchange).start(), await Fake("decode", exchange).start()
+        decode.behave = long
+        async with proxy("--prefill", prefill.url, "--decode", decode.url, "--json") as process:
+            url = str((await started(process))["listening"])
+            reader, writer = await _slow_client(url)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b" 200 " in head
+            length = int(re.search(rb"Content-Length: (\d+)", head)[1])  # type: ignore[index]
+            process.send_signal(signal.SIGTERM)
+            assert "stopping: 1 requests in flight" in await _log(process, "stopping")
+            if signals == 1:
+                assert json.loads(await reader.readexactly(length)) == large
+            else:
+                process.send_signal(signal.SIGTERM)
+                with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+                    await reader.readexactly(length)
+            assert await process.wait() == 0
+            writer.close()
+        await prefill.stop()
+        await decode.stop()
+
+    run(test())
+
+
 def test_the_start_line_says_what_to_do_next() -> None:
     async def test() -> None:
         async with proxy("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2") as process:
@@ -140,6 +201,7 @@ def test_errors_teach() -> None:
         for arguments, code, said in (
             (("--prefill", "h:1", "--decode", "http://h:2"), 2, "write it as http://HOST:PORT"),
             (("--prefill", "http://h:1", "--decode", "http://h:1"), 2, "h:1 is named twice"),
+            (("--prefill", "http://h:1", "--decode", "http://h:2,pages=9"), 2, "without page-tokens="),
             ((*pair, "--listen", "8000"), 2, "write it as HOST:PORT, for example 0.0.0.0:8000"),
             ((*pair, "--listen", f"127.0.0.1:{port}"), 1, "another process listens there, take another port"),
             ((*pair, "--slots-share", "0"), 2, "slots_share is 0.0; it must be above 0"),

@@ -10,17 +10,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 SOURCE = Path(__file__).resolve().parents[2] / "cuda" / "stub" / "cuda_stub.c"
+# The same with what an engine calls and kvxfer does not.
+APP = SOURCE.with_name("cuda_app.c")
 
 DEVICE, MANAGED, PINNED, VMM, VMM_FILE, VMM_FABRIC, POOL = range(7)
 
 
-def build(folder: Path, name: str = "libcuda.so.1", defines: Sequence[str] = ()) -> Path:
+def build(
+    folder: Path, name: str = "libcuda.so.1", defines: Sequence[str] = (), source: Path = SOURCE
+) -> Path:
     """Compiles the stub, with `-DcuThatCall=gone` for calls that it is to lack."""
     library = folder / name
     flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread"]
     # UCX's CUDA transports ask the linker for the same library, by this name.
     flags.append("-Wl,-soname,libcuda.so.1")
-    subprocess.run(["cc", *flags, *defines, "-o", str(library), str(SOURCE), "-ldl"], check=True)
+    subprocess.run(["cc", *flags, *defines, "-o", str(library), str(source), "-ldl"], check=True)
     return library
 
 

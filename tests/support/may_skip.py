@@ -22,6 +22,7 @@ MAY_SKIP = {
     "tests/loopback/test_prometheus_scrape.py::*": "no prometheus (no apt, or not root)",
     "tests/unit/test_monitoring.py::test_promtool_*": "no promtool (no apt, or not root)",
     "tests/unit/test_api_memory.py::*": "torch is an extra, and large",
+    "tests/gpu/test_on_a_gpu.py::*gpu-*": "no NVIDIA GPU; the same scripts run on the stub driver, as stub-*",
     "tests/loopback/test_doctor.py::*": "the system has no UCX of its own (no apt, or not root)",
 }
 

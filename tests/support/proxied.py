@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +79,8 @@ async def scene(
     admission: Config | None = None,
     **settings: Any,
 ) -> AsyncIterator[Scene]:
+    if ",pages=" in decode_settings and ",page-tokens=" not in decode_settings:
+        decode_settings += ",page-tokens=16"
     exchange = Exchange()
     prefill = [await Fake("prefill", exchange).start() for _ in range(prefills)]
     decode = [await Fake("decode", exchange).start() for _ in range(decodes)]
@@ -103,6 +107,35 @@ async def scene(
         await runner.cleanup()
         for one in (*prefill, *decode):
             await one.stop()
+
+
+@contextmanager
+def in_background(**settings: Any) -> Iterator[tuple[Scene, Callable[[Coroutine[Any, Any, Any]], Any]]]:
+    """A scene on a loop of its own thread, and what runs a coroutine there and waits for its result."""
+    ready: Future[tuple[Scene, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def main() -> None:
+        over = asyncio.Event()
+        async with scene(**settings) as made:
+            ready.set_result((made, asyncio.get_running_loop(), over))
+            await over.wait()
+
+    def body() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+    thread = threading.Thread(target=body, name="scene")
+    thread.start()
+    made, loop, over = ready.result(LIMIT_S)
+    try:
+        yield made, lambda asked: asyncio.run_coroutine_threadsafe(asked, loop).result(LIMIT_S)
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
 
 
 async def _limited(test: Coroutine[Any, Any, None]) -> None:

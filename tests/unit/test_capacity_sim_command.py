@@ -105,6 +105,42 @@ def test_arrivals_can_be_bursts_users_or_a_trace(capsys: pytest.CaptureFixture[s
     assert slow["run_s"] > 2 * fast["run_s"]
 
 
+def test_crashes_come_at_given_times_or_at_random_for_all_modes_alike(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = ["--compare", "unified,push", "--prefill", "2", "--decode", "2", "--prompt", "4000", "--qps", "8"]
+    base += ["--requests", "200", "--answer", "30", "--on-failure", "recompute"]
+    given = ["--crash", "5:prefill-1", "--crash", "8:decode-0:3", "--repair-s", "4"]
+    plain, push = results(capsys, *base, *given)
+    for one, numbers in ((plain, (1, 2)), (push, (1, 2))):
+        assert one["crashes"] == 2
+        assert [crash["server"] for crash in one["setup"]["crashes"]] == list(numbers)
+        assert [crash["repair_s"] for crash in one["setup"]["crashes"]] == [4, 3]
+        assert one["down_fraction"] == pytest.approx(7 / (4 * one["run_s"]))
+        assert one["completed"] + one["failed"] == 200
+        assert one["lost_ms_p99"] >= 0
+    drawn = results(capsys, *base, "--mtbf-s", "15", "--repair-s", "2", "--seed", "3")
+    assert drawn[0]["crashes"] == drawn[1]["crashes"] > 3
+    _, text, _ = run(capsys, *base, *given)
+    assert "push at 8 req/s, prompts of 4,000 tokens: 2 crashes, and servers were away for" in " ".join(
+        text.split()
+    )
+    assert "tried again" in text
+    _, without, _ = run(capsys, *base)
+    assert "tried again" not in without
+
+
+def test_prefixes_that_prompts_share_are_computed_and_moved_once(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["--compare", "push", "--qps", "2", "--prompt", "4096", *SHORT, "--json"]
+    (alike,) = results(capsys, *base, "--shared-prefix", "2048")
+    (apart,) = results(capsys, *base)
+    (off,) = results(capsys, *base, "--shared-prefix", "2048", "--no-prefix-cache")
+    each = 2048 * 262_144
+    assert apart["kv_moved_bytes"] == off["kv_moved_bytes"] == 30 * 2 * each
+    assert alike["kv_moved_bytes"] == apart["kv_moved_bytes"] - alike["decode_prefix_tokens"] * 262_144
+    assert alike["decode_prefix_tokens"] >= 25 * 2048
+
+
 def test_costs_come_from_defaults_models_arguments_and_results(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -174,6 +210,9 @@ def test_a_latent_cache_lies_on_every_rank(capsys: pytest.CaptureFixture[str]) -
         (["--model", "deepseek-v3"], "give --params-b"),
         (["--model", "qwen4"], "no model 'qwen4'"),
         (["--qps", "1", "--burst-factor", "0.5"], "a factor is 1 or more"),
+        (["--crash", "5:decode-1"], "there is no decode-1; there are decode-0 to decode-0"),
+        (["--shared-prefix", "100"], "of 512 tokens or more"),
+        (["--trace", "t.jsonl", "--shared-prefix", "512"], "leave out --shared-prefix"),
     ],
 )
 def test_what_makes_no_sense_is_said_in_a_line(
@@ -184,6 +223,14 @@ def test_what_makes_no_sense_is_said_in_a_line(
     assert not out
     assert says in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["decode-0", "5:proxy-0", "5:decode", "x:decode-0", "5:decode-0:1:2"])
+def test_a_crash_that_is_none_is_shown_how_to_write(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, "--crash", text)
+    assert ended.value.code == 2
+    assert f"{text} is no crash: write AT:SERVER[:REPAIR] in seconds" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

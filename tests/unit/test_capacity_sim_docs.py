@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvxfer.cli import main
+from kvxfer.simulate import UNIFIED, Setup, poisson, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "pictures" / "split"
@@ -100,6 +101,19 @@ def test_the_figures_in_the_text_are_those_in_the_pictures(figures: dict[str, An
     # At 1,024 tokens plain servers are first in half the time of any split.
     short = modes["ttft_ms_mean 1024"]
     assert all(at(short, "plain", 1) < 0.55 * at(short, name, 1) for name in ("pull", "push", "late push"))
+
+
+def test_the_pauses_in_the_text_are_those_of_plain_servers() -> None:
+    traffic = poisson(qps=2, requests=300, prompt=16_000, answer=256, seed=1)
+    whole, large, small = (
+        simulate(Setup(UNIFIED, prefill=1, decode=1, chunk=chunk), traffic).summary["itl_ms_max"]
+        for chunk in (16_000, 2048, 512)
+    )
+    words = (
+        f"A prompt of 16,000 tokens at TP8 stops answers for {round(whole, -1):.0f} ms at once, for "
+        f"{large:.0f} ms a step in chunks of 2,048, for {small:.0f} ms in chunks of 512"
+    )
+    assert words in " ".join(TEXT.split())
 
 
 def commands() -> list[list[str]]:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from kvxfer._families import FAMILIES
+from kvxfer.admission import Admission, Decode, Prefill
 from kvxfer.prometheus import metric_names
+from kvxfer.proxy.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "monitoring"
@@ -26,6 +28,25 @@ METRIC = re.compile(r"\bkvxfer_[a-z_]+\b")
 SELECTOR = re.compile(r"\b(kvxfer_[a-z_]+)\{([^}]*)\}")
 # What a scrape, a histogram, or a rule that sums adds to a metric's own labels.
 COMMON = {"job", "instance", "agent", "le"}
+
+
+def proxys() -> dict[str, set[str]]:
+    """The names that a proxy's `/metrics` has, each with its labels."""
+    admission = Admission()
+    admission.add_prefill(Prefill("p"))
+    admission.add_decode(Decode("d", pages=100))
+    metrics = Metrics(admission.stats, lambda: 0.0)
+    metrics.part.labels("prefill")
+    metrics.refused.labels("link")
+    metrics.first_token.observe(1.0)
+    found: dict[str, set[str]] = {}
+    for family in metrics.registry.collect():
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return {name: labels for name, labels in found.items() if name.startswith("kvxfer_")}
+
+
+PROXYS = proxys()
 
 
 def promtool(*arguments: str) -> str:
@@ -57,12 +78,13 @@ def expressions() -> list[str]:
 
 
 def unknown(text: str) -> list[str]:
-    return sorted({name for name in METRIC.findall(text) if name not in metric_names()})
+    return sorted({name for name in METRIC.findall(text) if name not in {*metric_names(), *PROXYS}})
 
 
 def wrong_labels(text: str) -> list[str]:
     """Selectors on labels, or label values, that a metric does not have."""
-    labels = {name: set(f.labels) | COMMON for f in FAMILIES for name in f.exposed}
+    labels = {name: own | COMMON for name, own in PROXYS.items()}
+    labels |= {name: set(f.labels) | COMMON for f in FAMILIES for name in f.exposed}
     wrong = []
     for name, inside in SELECTOR.findall(text):
         for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside):
@@ -108,10 +130,21 @@ def test_every_metric_that_the_dashboard_names_exists() -> None:
         assert unknown(variable["definition"]) == []
     # Counters are shown as rates, and nothing else is.
     counters = {name for f in FAMILIES for name in f.exposed if f.kind in ("counter", "histogram")}
+    counters |= {name for name in PROXYS if name.endswith(("_total", "_bucket"))}
     for expr in expressions():
         for name in METRIC.findall(expr):
             inside = re.search(rf"rate\({name}\{{", expr) is not None
             assert inside == (name in counters), expr
+
+
+def test_what_agents_cannot_know_the_proxy_exposes_under_the_same_names() -> None:
+    """Slots and requests that wait for memory need no line of code in an engine behind `kvxfer proxy`."""
+    of_load = {f.exposed[0]: set(f.labels) for f in FAMILIES if f.name.startswith("kvxfer_slots")}
+    of_load["kvxfer_requests_waiting"] = {"cause"}
+    for name, labels in of_load.items():
+        assert PROXYS[name] == {"agent", *labels}
+        assert any(name in expr for expr in expressions())
+        assert name in RULES.read_text()
 
 
 def test_the_dashboard_is_what_its_script_writes() -> None:
@@ -161,7 +194,7 @@ def test_operate_explains_every_alert_and_every_metric() -> None:
 
 def test_operate_names_only_what_exists() -> None:
     text = OPERATE.read_text()
-    names = set(metric_names()) | {f.name for f in FAMILIES if f.kind == "histogram"}
+    names = {*metric_names(), *PROXYS} | {f.name for f in FAMILIES if f.kind == "histogram"}
     assert [name for name in set(METRIC.findall(text)) if name not in names] == []
     assert [a for a in set(re.findall(r"`(Kvxfer[A-Z]\w+)`", text)) if a not in alerts()] == []
     assert set(re.findall(r"\bkvxfer:[\w:]+", text)) <= recorded()

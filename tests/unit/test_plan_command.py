@@ -68,6 +68,27 @@ def test_the_command_of_the_issue_as_json() -> None:
     assert found["loop_lost_fraction"] == pytest.approx(1 - 7.0 / 10.4)
 
 
+def test_the_command_with_a_models_own_config_prints_a_page(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    config = {"num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    file.write_text(json.dumps({**config, "torch_dtype": "bfloat16", "model_type": "qwen3"}))
+    arguments = "--qps 8 --prompt 16000 --output 128 --tpot-ms 10.4 --slots 8 --link-gbit-s 400 --tp 8"
+    text = page(f"--model {file} {arguments}")
+    # Numbers, the one that bites, what to change.
+    for words in (
+        "256.0 KiB",
+        "10.5 ms",
+        "10.6 of 8",
+        "at peak load",
+        "what bites: slots",
+        "what to change:",
+    ):
+        assert words in text, words
+    assert text.count("\n") < 40
+    assert max(len(line) for line in text.replace(str(file), "config.json").splitlines()) <= 120
+    assert numbers(f"--model {file} {arguments}")["kv_bytes"] == 16_000 * 256 * 1024
+
+
 def test_the_verdict_names_the_one_that_bites_and_what_to_change() -> None:
     found = numbers(FIELD)
     assert found["bites"] == "slots"

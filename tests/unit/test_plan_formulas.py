@@ -4,6 +4,7 @@ explained."""
 from __future__ import annotations
 
 import doctest
+import inspect
 import math
 
 import pytest
@@ -24,6 +25,17 @@ def test_the_examples_in_the_documentation_hold() -> None:
         failed, tried = doctest.testmod(module)
         assert tried >= 4
         assert failed == 0
+
+
+def test_the_three_public_signatures_stay() -> None:
+    for function, signature in (
+        (plan.kv_bytes, "(tokens, layers, kv_heads, head_dim, dtype_bytes=2)"),
+        (plan.transfer_ms, "(nbytes, link_gb_s, tp=1)"),
+        (plan.slots_held, "(qps, out_tokens, tpot_ms)"),
+    ):
+        found = inspect.signature(function)
+        bare = [one.replace(annotation=inspect.Parameter.empty) for one in found.parameters.values()]
+        assert str(inspect.Signature(bare)) == signature
 
 
 def test_kv_of_a_token_and_a_prompt() -> None:

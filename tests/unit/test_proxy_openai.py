@@ -132,6 +132,8 @@ def test_the_legs_keep_what_the_client_said_but_for_hand_offs() -> None:
         "top_p": 0.1,
         "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "room": 77},
     }
+    both = json.loads(prefill_body(incoming, 77, "10.0.0.1:9000"))["kv_transfer_params"]
+    assert both == {**prefill["kv_transfer_params"], "source": "10.0.0.1:9000"}
     decode = json.loads(leg_body(incoming, local_params()))
     assert decode == {**body, "kv_transfer_params": local_params()}
     assert incoming.body == body, "the request itself is left alone: it may be sent again"
@@ -171,8 +173,8 @@ def test_servers_are_named_with_their_settings() -> None:
         ("http://h:port", "is not a server's address"),
         ("http://h:1/v1", "give the address alone, http://h:1; the proxy adds paths"),
         ("http://h:1,pages", "'pages' is not name=value"),
-        ("http://h:1,pages=1.5", "pages is '1.5'; it must be a whole number"),
-        ("http://h:1,pages=0", "decode server h:1: pages is 0; it must be above 0"),
+        ("http://h:1,pages=1.5,page-tokens=16", "pages is '1.5'; it must be a whole number"),
+        ("http://h:1,pages=0,page-tokens=16", "decode server h:1: pages is 0; it must be above 0"),
         ("http://h:1,source=x:1", "there is no setting 'source'; there are pages, page-tokens, slots"),
     ],
 )

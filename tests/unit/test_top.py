@@ -152,11 +152,32 @@ def test_a_fleet_in_which_one_is_silent() -> None:
         )
         assert [a["agent"] for a in found["agents"]] == ["decode-0"]
         assert (
-            found["silent"][f"http://{stranger}/metrics"] == "no agent there: no metric begins with kvxfer_"
+            found["silent"][f"http://{stranger}/metrics"]
+            == "neither an agent nor a proxy there: no metric begins with kvxfer_"
         )
         assert "refused" in found["silent"]["http://127.0.0.1:9/metrics"]
         text = top(where, "127.0.0.1:9", "--once", "--interval", "0.01")
         assert "http://127.0.0.1:9/metrics does not answer" in text
+
+
+def test_a_proxy_tells_of_its_decode_servers() -> None:
+    text = (
+        'kvxfer_slots{agent="h:8200"} 256\nkvxfer_slots_held{agent="h:8200"} 230\n'
+        'kvxfer_requests_waiting{agent="proxy",cause="memory"} 12\n'
+        'kvxfer_requests_waiting{agent="proxy",cause="transfer"} 0\n'
+    )
+    with endpoint(lambda: text) as proxy:
+        found = json.loads(top(proxy, "--json", "--interval", "0.01"))
+        assert {one["agent"]: (one["slots_held"], one["waiting_for_memory"]) for one in found["agents"]} == {
+            "h:8200": (230, None),
+            "proxy": (None, 12),
+        }
+        shown = top(proxy, "--once", "--interval", "0.01")
+    assert "230/256" in shown
+    assert "0 agents, 0.00 GB/s in all" in shown
+    # It has no rooms and no stages to tell of.
+    assert shown.count("h:8200") == shown.count("proxy") == 1
+    assert max(len(line) for line in shown.splitlines()) <= 80
 
 
 def test_nobody_there_says_what_to_do() -> None:

@@ -11,8 +11,8 @@ import pytest
 import kvxfer as kx
 from kvxfer.vllm.meta import Chunk, Grant, Open, Orders
 from kvxfer.vllm.scheduler import Books, Scheduled
-from kvxfer.vllm.settings import NOT_USED, Settings, read_settings, refuse_fields
-from kvxfer.vllm.stats import COUNTERS, HOOK_METRIC, SERIES
+from kvxfer.vllm.settings import NOT_SET, NOT_USED, Settings, read_settings, refuse_fields
+from kvxfer.vllm.stats import COUNTERS, GAUGES, HOOK_METRIC, SERIES
 
 BLOCK = 32
 DECODE_LEG = {"do_remote_prefill": True, "do_remote_decode": False, "room": 7, "source": "10.0.0.1:8998"}
@@ -194,17 +194,16 @@ def test_plain_requests_fail_where_they_are_to_be_rejected_and_the_error_names_t
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     b = books("kv_consumer", on_missing_room="reject")
-    b.new_request("r", None, 10)
-    assert b.matched("r", 0) == (1, True)
-    b.allocated("r", [1], 1)
-    assert b.step((), ()).rejects == ["r"]
+    why = b.new_request("r", None, 10)
+    assert why is not None
+    assert "kvxfer proxy" in why
     assert b.matched("r", 0) == (0, False)
     assert "kvxfer proxy" in caplog.text
     assert b.refused_requests == 1
 
 
 def test_plain_requests_are_at_home_on_a_server_of_both_roles() -> None:
-    b = books("kv_both", on_missing_room="reject")
+    b = books("kv_both")
     b.new_request("r", None, 10)
     assert b.matched("r", 0) == (0, False)
     assert b.missing_rooms == 0
@@ -224,18 +223,20 @@ def test_plain_requests_are_at_home_on_a_server_of_both_roles() -> None:
         ("kv_consumer", {**DECODE_LEG, "room": 2**63}, ("63 bits",)),
         ("kv_consumer", {**DECODE_LEG, "room": "7x"}, ("63 bits",)),
         ("kv_consumer", {**DECODE_LEG, "source": None}, ("host:port",)),
+        ("kv_consumer", {**DECODE_LEG, "source": "10.0.0.1"}, ("host:port", "no port")),
+        ("kv_consumer", {**DECODE_LEG, "source": "10.0.0.1:http"}, ("host:port", "'http' is no port")),
     ],
 )
 def test_case_18_what_does_not_fit_fails_alone_and_says_what(
     role: str, params: dict[str, object], says: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     b = books(role)
-    b.new_request("r", params, 10)
-    assert b.matched("r", 0) == (1, True)
-    b.allocated("r", [1], 1)
-    assert b.step([new("r", (1,), 0, 10)], ()).rejects == ["r"]
+    why = b.new_request("r", params, 10)
     for word in says:
+        assert why is not None
+        assert word in why
         assert word in caplog.text
+    assert not b.step([new("r", (1,), 0, 10)], ())
     b.new_request("next", None, 10)
     assert b.matched("next", 0) == (0, False)
 
@@ -246,10 +247,9 @@ def test_a_room_may_come_as_text_and_is_taken_once() -> None:
     b.matched("a", 0)
     b.allocated("a", [1], 10)
     assert b.step((), ()).grants[0].room == 2**63 - 1
-    b.new_request("b", {**DECODE_LEG, "room": 2**63 - 1}, 10)
-    b.matched("b", 0)
-    b.allocated("b", [2], 1)
-    assert b.step((), ()).rejects == ["b"]
+    why = b.new_request("b", {**DECODE_LEG, "room": 2**63 - 1}, 10)
+    assert why is not None
+    assert "in use" in why
 
 
 def test_a_refused_request_that_is_aborted_leaves_nothing() -> None:
@@ -305,10 +305,10 @@ def test_settings_have_the_defaults_that_the_page_says() -> None:
 
 def test_the_page_lists_every_setting_every_field_and_every_metric() -> None:
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
-    names = set(Settings.__dataclass_fields__) - {"role", "engine"}
+    names = set(Settings.__dataclass_fields__) - NOT_SET
     assert [name for name in names if f"| `{name}` |" not in page] == []
     assert [name for name in NOT_USED if f"`{name}`" not in page] == []
-    metrics = [name for name, _ in (*COUNTERS.values(), *SERIES.values(), HOOK_METRIC)]
+    metrics = [name for name, _ in (*COUNTERS.values(), *GAUGES.values(), *SERIES.values(), HOOK_METRIC)]
     assert [name for name in metrics if f"`{name}" not in page] == []
 
 
@@ -330,9 +330,83 @@ def test_fields_that_nothing_looks_at_are_refused_by_name(field: str, value: obj
         refuse_fields(SimpleNamespace(kv_buffer_device="cuda"))
 
 
-def test_reject_and_recompute_clash() -> None:
-    with pytest.raises(kx.BadArgument, match="kv_load_failure_policy"):
-        read_settings({"on_missing_room": "reject"}, role="kv_consumer", engine="e", policy="recompute")
+@pytest.mark.parametrize(
+    ("role", "extra", "says"),
+    [
+        ("kv_consumer", {"directory": "10.0.0.1:8998"}, "directory.*kv_consumer.*source"),
+        ("kv_both", {"on_missing_room": "reject"}, "on_missing_room.*kv_both"),
+        ("kv_producer", {"verify": "full"}, "verify.*kv_producer.*decode"),
+        ("kv_both", {"fabric": "shm", "ucx_tls": "tcp"}, "ucx_tls.*shm"),
+        ("kv_both", {"fabric": "shm", "staging": "always"}, "staging.*shm"),
+        ("kv_both", {"quarantine_limit": -1}, "quarantine_limit.*pages"),
+    ],
+)
+def test_keys_that_nothing_would_look_at_are_refused_by_name(
+    role: str, extra: dict[str, object], says: str
+) -> None:
+    with pytest.raises(kx.BadArgument, match=says):
+        read_settings(extra, role=role, engine="e")
+
+
+def test_each_data_parallel_engine_has_ports_of_its_own() -> None:
+    d = read_settings({"listen": "0.0.0.0:7000"}, role="kv_consumer", engine="e", dp_index=3, dp_size=4)
+    assert (d.agent_listen(0), d.agent_listen(1)) == ("0.0.0.0:7003", "0.0.0.0:0")
+    p = read_settings({"directory": "h:7000"}, role="kv_producer", engine="e", dp_index=3, dp_size=4)
+    assert (p.directory, p.agent_listen(0)) == ("h:7003", "127.0.0.1:7003")
+    with pytest.raises(kx.BadArgument, match="data-parallel engine 3"):
+        read_settings({"listen": "h:65534"}, role="kv_consumer", engine="e", dp_index=3, dp_size=4)
+
+
+def test_a_prompt_that_came_to_another_data_parallel_engine_than_decode_was_told_fails_at_once() -> None:
+    settings = read_settings({"directory": "h:7000"}, role="kv_producer", engine="e", dp_index=1, dp_size=2)
+    b = Books(settings, BLOCK)
+    why = b.new_request("a", {**PREFILL_LEG, "source": "h:7000"}, 10)
+    assert why is not None
+    assert "h:7000" in why
+    assert "h:7001" in why
+    assert "late" in why
+    assert b.new_request("b", {**PREFILL_LEG, "source": "other-name:7001"}, 10) is None
+    # Late choice says nothing of it; and of one engine alone an address may be known by another port.
+    assert b.new_request("c", {**PREFILL_LEG, "room": 8}, 10) is None
+    alone = books("kv_producer")
+    assert alone.new_request("d", {**PREFILL_LEG, "source": "gateway:1"}, 10) is None
+
+
+def test_a_room_that_nobody_comes_for_is_given_up_and_its_messenger_is_computed() -> None:
+    b = books("kv_producer", on_missing_room="reject")
+    assert b.new_request("m", {"give_up": 7}, 1) is None
+    assert b.matched("m", 0) == (0, False)
+    assert b.pending
+    assert b.step([new("m", (1,), 0, 1)], ()).given_up == [7]
+    assert (b.missing_rooms, b.refused_requests) == (0, 0)
+
+
+def test_an_answer_says_how_long_its_prompt_took_to_come() -> None:
+    now = [10.0]
+    b = Books(read_settings({}, role="kv_consumer", engine="e"), BLOCK, clock=lambda: now[0])
+    for name, room in (("r", 7), ("s", 8)):
+        assert b.new_request(name, {**DECODE_LEG, "room": room}, 40) is None
+        b.matched(name, 0)
+        b.allocated(name, (1, 2), 40)
+    b.step((), ())
+    now[0] += 0.125
+    b.loaded("r")
+    now[0] += 5.0
+    assert b.finished("r", aborted=False) == (False, {"loaded_ms": 125.0})
+    assert not b.pending
+    assert b.finished("s", aborted=True) == (False, None)
+    assert b.step((), ()).cancels == ["s"]
+
+
+def test_a_room_that_the_agent_refuses_is_counted_and_its_reason_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    b = books("kv_consumer")
+    assert b.refused_by_agent("r", "room 7 is in use") is None
+    b.new_request("r", DECODE_LEG, 40)
+    assert b.refused_by_agent("r", "room 7 is in use") == "room 7 is in use"
+    assert b.refused_requests == 1
+    assert "room 7 is in use" in caplog.text
 
 
 def test_what_the_proxy_gives_to_decode_alone_is_no_missing_room() -> None:

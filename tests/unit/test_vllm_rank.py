@@ -1,7 +1,9 @@
 """One rank of the vLLM connector against an agent that the test plays."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,7 @@ class FakeAgent:
         self.states: dict[int, str] = {}
         self.full = 0
         self.polls = 0
+        self.quarantined = 0
         self.on_retract: Callable[[Any], None] = lambda push: None
         self._pipe = os.pipe()
 
@@ -79,6 +82,12 @@ class FakeAgent:
     def fileno(self) -> int:
         return self._pipe[0]
 
+    def stats(self) -> dict[str, int]:
+        return {"quarantined_pages": self.quarantined}
+
+    def evict(self, peer: str) -> None:
+        self._call("evict", peer)
+
     def named(self, name: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == name]
 
@@ -91,7 +100,7 @@ def agent() -> Iterator[FakeAgent]:
 
 
 def rank(agent: FakeAgent, unit: int = 32, block: int = 32, **kwargs: Any) -> Rank:
-    settings = read_settings({}, role="kv_both", engine="e")
+    settings = read_settings(kwargs.pop("extra", {}), role="kv_both", engine="e")
     return Rank(agent, settings, unit=unit, block_size=block, layers=range(LAYERS), **kwargs)  # type: ignore[arg-type]
 
 
@@ -217,9 +226,102 @@ def test_a_load_that_cannot_begin_fails_at_once(agent: FakeAgent) -> None:
     assert r.busy == 0
 
 
-def test_rejected_requests_are_failed_loads(agent: FakeAgent) -> None:
-    assert step(rank(agent), rejects=["x"]) == (set(), {"x"}, {"x"})
-    assert agent.calls == []
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (kx.RoomInUse("room 7 is in use"), True),
+        (kx.BadArgument("source: no port"), True),
+        (kx.Unhealthy("too many pages in quarantine"), False),
+    ],
+)
+def test_a_load_that_is_wrong_in_itself_is_told_from_one_that_had_no_luck(
+    agent: FakeAgent, error: Exception, refused: bool
+) -> None:
+    r = rank(agent)
+    agent.fails["expect"] = error
+    r.begin_step(Orders(grants=[GRANT]))
+    results = r.end_step()
+    assert (results.received, results.failed) == ({"d"}, {"d"})
+    assert results.refused == ({"d": str(error)} if refused else {})
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes"),
+    [
+        (range(1), [1]),
+        (range(8), [1] * 8),
+        (range(30), [1, 1, 2, 4, 4, 4, 4, 4, 3, 1, 1, 1]),
+        (range(40, 80), [1, 1, 2, 4, 5, 5, 5, 5, 5, 3, 2, 1, 1]),
+    ],
+    ids=str,
+)
+def test_layers_go_together_but_for_the_first_and_the_last_ones(
+    agent: FakeAgent, layers: range, sizes: list[int]
+) -> None:
+    settings = read_settings({}, role="kv_both", engine="e")
+    r = Rank(agent, settings, unit=32, block_size=32, layers=layers)  # type: ignore[arg-type]
+    for _ in range(2):
+        agent.calls.clear()
+        r.begin_step(Orders(opens=[Open("p", 7)] if not r.busy else [], chunks=[CHUNK]))
+        for layer in layers:
+            r.save_layer(layer)
+        pushes = [(call[4], call[5]) for call in agent.named("push")]
+        assert [end - first for (first, end), _ in pushes] == sizes
+        assert [first for (first, _), _ in pushes] == [
+            layers.start + sum(sizes[:i]) for i in range(len(sizes))
+        ]
+        assert [last for _, last in pushes] == [False] * (len(sizes) - 1) + [True]
+
+
+def test_layers_that_come_in_another_order_go_alone(agent: FakeAgent) -> None:
+    settings = read_settings({}, role="kv_both", engine="e")
+    r = Rank(agent, settings, unit=32, block_size=32, layers=range(16))  # type: ignore[arg-type]
+    r.begin_step(Orders(opens=[Open("p", 7)], chunks=[CHUNK]))
+    for layer in (0, 1, 3, 2, *range(4, 16)):
+        r.save_layer(layer)
+    pushed = [call[4] for call in agent.named("push")]
+    assert pushed[:4] == [(0, 1), (1, 2), (3, 4), (2, 3)]
+    assert sorted(layer for first, end in pushed for layer in range(first, end)) == list(range(16))
+    assert [call[5] for call in agent.named("push")][-1]
+
+
+def test_pages_in_quarantine_are_counted_as_they_come_and_go_and_said_once(
+    agent: FakeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    r = rank(agent, clock=lambda: now[0])
+    seen = []
+    with caplog.at_level(logging.INFO, "vllm.kvxfer"):
+        for pages in (0, 3, 3, 5, 0):
+            now[0] += 1.0
+            agent.quarantined = pages
+            step(r)
+            seen.append(r.stats.take().get("quarantined", 0))
+    assert seen == [0, 3, 0, 2, -5]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_case_12_the_operator_evicts_a_peer_by_a_file_and_only_while_pages_are_in_quarantine(
+    agent: FakeAgent, tmp_path: Path
+) -> None:
+    now, path = [0.0], tmp_path / "evict"
+    r = rank(agent, clock=lambda: now[0], extra={"evict_file": str(path)})
+
+    def look() -> list[tuple[Any, ...]]:
+        now[0] += 1.0
+        step(r)
+        return agent.named("evict")
+
+    path.write_text("prefill-a-0\n")
+    assert look() == []
+    agent.quarantined = 4
+    assert look() == [("prefill-a-0",)]
+    assert look() == [("prefill-a-0",)]
+    agent.fails["evict"] = kx.BadArgument("no such peer")
+    path.write_text("prefill-b-0 prefill-b-1\n")
+    assert look() == [("prefill-a-0",)]
+    path.unlink()
+    assert look() == [("prefill-a-0",)]
 
 
 def test_an_abandoned_room_grants_nothing_and_tells_vllm_nothing(agent: FakeAgent) -> None:
@@ -304,6 +406,20 @@ def test_an_aborted_prompt_that_sent_nothing_is_not_reported(agent: FakeAgent) -
     agent.say(7, "Failed")
     assert step(r) == NOTHING
     assert r.busy == 0
+
+
+def test_a_room_that_nobody_comes_for_gives_its_pages_back_whether_its_request_has_ended_or_not(
+    agent: FakeAgent,
+) -> None:
+    r = rank(agent)
+    step(r, opens=[Open("p", 7)], chunks=[CHUNK])
+    step(r, finished=["p"])
+    assert step(r, given_up=[8, 7]) == NOTHING
+    assert agent.named("cancel") == [(7,)]
+    agent.say(7, "Failed")
+    assert step(r) == ({"p"}, set(), set())
+    assert step(r, given_up=[7]) == NOTHING
+    assert agent.named("cancel") == [(7,)]
 
 
 def test_a_full_queue_is_waited_for(agent: FakeAgent) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.admission._estimates import Rate
-from kvxfer.admission._types import Decode, Prefill
+from kvxfer.admission._types import Decode, Prefill, ServerStats
 from kvxfer.errors import BadArgument
 
 __all__ = ["Decodes", "Held", "Links", "Prefills"]
@@ -123,6 +123,20 @@ class Prefills:
             self.requests[held.prefill] -= 1
             held.prefill_tokens = 0
 
+    def stats(self) -> list[ServerStats]:
+        """Where each stands."""
+        return [
+            ServerStats(
+                name=spec.name,
+                up=bool(self.up[i]),
+                requests=int(self.requests[i]),
+                tokens_in_flight=int(self.tokens[i]),
+                bytes_in_flight=int(self.links.nbytes[self.link[i]]),
+                tokens_per_s=float(self.per_s[i]),
+            )
+            for i, spec in enumerate(self.specs)
+        ]
+
     def measure(self, held: Held, now_s: float) -> None:
         """A prompt ended: the server was busy with it since it came, or since the one before it ended."""
         p = held.prefill
@@ -196,6 +210,25 @@ class Decodes:
     def pages_at(self, d: int, tokens: int) -> int:
         """Pages for so many tokens at one server."""
         return -(-tokens // self.specs[d].page_tokens)
+
+    def stats(self) -> list[ServerStats]:
+        """Where each stands."""
+        return [
+            ServerStats(
+                name=spec.name,
+                up=bool(self.up[i]),
+                requests=int(self.slots_held[i]),
+                tokens_in_flight=int(self.reserved[i]) * spec.page_tokens,
+                bytes_in_flight=int(self.links.nbytes[self.link[i]]),
+                pages=None if self.pages[i] == UNLIMITED else int(self.pages[i]),
+                pages_reserved=int(self.reserved[i]),
+                pages_short=sum(one.short for one in self.debts[i].values()),
+                slots=int(self.slots[i]),
+                slots_in_all=spec.slots,
+                slots_held=int(self.slots_held[i]),
+            )
+            for i, spec in enumerate(self.specs)
+        ]
 
     def take(self, held: Held, d: int, pages: int) -> None:
         """Reserves a slot and pages."""

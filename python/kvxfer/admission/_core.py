@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from kvxfer.admission._books import UNLIMITED, Bools, Decodes, Floats, Held, Links, Prefills
+from kvxfer.admission._books import Decodes, Held, Links, Prefills
+from kvxfer.admission._choices import ALIKE, Choices
 from kvxfer.admission._estimates import Mean
 from kvxfer.admission._types import (
     Admitted,
@@ -22,7 +22,6 @@ from kvxfer.admission._types import (
     Reason,
     Refused,
     Request,
-    ServerStats,
     Stats,
 )
 from kvxfer.errors import BadArgument
@@ -37,8 +36,6 @@ _ALL = frozenset(Reason)
 _DECODE = frozenset({Reason.DECODE_PAGES, Reason.DECODE_SLOTS, Reason.LINK})
 _PREFILL = frozenset({Reason.PREFILL})
 _LINK = frozenset({Reason.LINK})
-# Costs closer than this part of the least are alike, and are taken in turn.
-_ALIKE = 1e-6
 
 
 class _Waiting:
@@ -92,6 +89,9 @@ class Admission:
         self._lacking: set[Reason] = set()
         self._hold = Mean(0.0)
         self._token_s = Mean(self.config.time_per_token_ms / 1e3)
+        self._choices = Choices(
+            self.config, self._links, self._prefills, self._decodes, self._names, self._token_s
+        )
         self._admitted = 0
         self._recomputed = 0
         self._expired = 0
@@ -173,6 +173,18 @@ class Admission:
             one.pages = one.short = 0
             books.grow(one, books.pages_at(d, one.prompt_tokens + one.answer_tokens))
         self._given_back()
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of prompt and answer for which the largest decode server has pages.
+
+        None: as far as is known, nothing limits them.
+        """
+        rooms = [
+            None if spec.pages is None else spec.pages * spec.page_tokens for spec in self._decodes.specs
+        ]
+        known = [room for room in rooms if room is not None]
+        return max(known) if known and len(known) == len(rooms) else None
 
     # Requests.
 
@@ -343,20 +355,22 @@ class Admission:
         tokens = held.prompt_tokens + held.answer_tokens
         cached = max(0, held.prompt_tokens - held.moved_tokens)
         request = Request(held.id, held.prompt_tokens, held.answer_tokens, cached)
-        fits = self._avoiding(self._fits(books.need(tokens)), "decode", held.avoid)
+        fits = self._choices.avoiding(self._choices.fits(books.need(tokens)), "decode", held.avoid)
         # It has its place there, but that is worth nothing if the server is down.
         fits[at] = bool(books.up[at]) or not fits.any()
         self._off_links(held)
         # Not by giving back: what is free would go to others.
         books.reserved[at] -= pages
         books.slots_held[at] -= 1
-        cost = self._decode_costs(request, books.need(tokens), self._move_s(held.prefill, held.moved_tokens))
+        cost = self._choices.decode_costs(
+            request, books.need(tokens), self._choices.move_s(held.prefill, held.moved_tokens)
+        )
         books.reserved[at] += pages
         books.slots_held[at] += 1
         self._on_links(held, nbytes)
         cost = np.where(fits, cost, np.inf)
         best = int(cost.argmin())
-        return at if fits[at] and cost[at] <= cost[best] * (1 + _ALIKE) else best
+        return at if fits[at] and cost[at] <= cost[best] * (1 + ALIKE) else best
 
     def _move_to(self, held: Held, d: int) -> None:
         nbytes = held.nbytes
@@ -428,109 +442,30 @@ class Admission:
         self._refused[reason.value] += 1
         return Refused(request.id, reason, retry_s)
 
-    def _avoiding(self, up: Bools, role: str, avoid: frozenset[str]) -> Bools:
-        if not avoid:
-            return up
-        left = up.copy()
-        for name in avoid:
-            if self._names.get(name, ("", 0))[0] == role:
-                left[self._names[name][1]] = False
-        return left if left.any() else up
-
-    def _fits(self, need: Any) -> Bools:
-        books = self._decodes
-        if not self.config.enforce:
-            return books.up.copy()
-        after = books.reserved + need
-        # One that is too large for what new requests may take gets a server of its own.
-        pages = (after <= books.pages_for_new) | ((books.reserved == 0) & (need <= books.pages))
-        fits: Bools = pages & (books.slots_held < books.slots) & books.open
-        return fits
-
-    def _choose_prefill(self, request: Request) -> int | Reason:
-        books = self._prefills
-        up = self._avoiding(books.up, "prefill", request.avoid)
-        if not up.any():
-            return Reason.NO_PREFILL
-        busy_s = books.tokens / books.per_s
-        own_s = request.prompt_tokens / books.per_s
-        if self.config.route == "requests":
-            cost = np.where(up, books.requests, np.inf)
-        else:
-            link_s = self._links.nbytes[books.link] / self._links.per_s[books.link]
-            cost = np.where(up, np.maximum(busy_s + own_s, link_s), np.inf)
-        if self.config.enforce:
-            # One that is long in itself may have a server to itself.
-            free = (busy_s + own_s <= self.config.prefill_backlog_s) | (books.tokens == 0)
-            cost = np.where(free, cost, np.inf)
-        p = self._least(cost)
-        return p if np.isfinite(cost[p]) else Reason.PREFILL
-
-    def _least(self, cost: Floats) -> int:
-        least = float(cost.min())
-        alike = np.flatnonzero(cost <= least + abs(least) * _ALIKE) if np.isfinite(least) else (0,)
-        return int(alike[self._admitted % len(alike)])
-
-    def _move_s(self, p: int, tokens: int) -> Floats:
-        """How long the bytes will take to each decode server, with those that are before them."""
-        links, books = self._links, self._decodes
-        nbytes = tokens * self.config.kv_bytes_per_token
-        to: Floats = (links.nbytes[books.link] + nbytes) / links.per_s[books.link]
-        out = self._prefills.link[p]
-        np.maximum(to, (links.nbytes[out] + nbytes) / links.per_s[out], out=to)
-        to += self.config.handoff_ms / 1e3
-        return to
-
-    def _links_free(self, p: int, tokens: int) -> Bools:
-        links, books = self._links, self._decodes
-        nbytes = tokens * self.config.kv_bytes_per_token
-        most_s = self.config.link_backlog_s
-        there = links.nbytes[books.link]
-        free: Bools = ((there + nbytes) <= most_s * links.per_s[books.link]) | (there == 0)
-        out = int(self._prefills.link[p])
-        if links.nbytes[out] and links.nbytes[out] + nbytes > most_s * links.per_s[out]:
-            free[:] = False
-        return free
-
-    def _load_s(self, request: Request, pages_share: Any, slots_share: Any) -> Any:
-        """What a decode server's load costs the answer: a full one takes twice as long for a token as an
-        empty one. That factor is a guess; only its being the same for all servers matters.
-        """
-        return request.answer_tokens * self._token_s.value * 0.5 * (pages_share + slots_share)
-
-    def _decode_costs(self, request: Request, need: Any, move_s: Floats) -> Floats:
-        books = self._decodes
-        if self.config.route == "requests":
-            return books.slots_held.astype(np.float64)
-        pages = (books.reserved + need) / books.pages
-        slots = (books.slots_held + 1) / books.slots
-        found: Floats = move_s + self._load_s(request, pages, slots)
-        return found
-
     def _place(self, now_s: float, request: Request, waited_s: float) -> Admitted | Reason:
         books = self._decodes
         if not books.up.any():
             return Reason.NO_DECODE
         need = books.need(request.prompt_tokens + request.answer_tokens)
-        fits = self._fits(need)
+        fits = self._choices.fits(need)
         if not fits.any():
             slots = (books.slots_held < books.slots) & books.up
             return Reason.DECODE_PAGES if slots.any() else Reason.DECODE_SLOTS
-        fits = self._avoiding(fits, "decode", request.avoid)
+        fits = self._choices.avoiding(fits, "decode", request.avoid)
         moved = request.prompt_tokens - request.cached_tokens
-        p: int | Reason = -1 if request.local else self._choose_prefill(request)
+        p: int | Reason = -1 if request.local else self._choices.choose_prefill(request)
         if p is Reason.PREFILL:
             return p
         if isinstance(p, Reason) or p < 0:
             move_s = np.full(len(books.specs), np.inf)
         else:
-            move_s = self._move_s(p, moved)
+            move_s = self._choices.move_s(p, moved)
             if self.config.enforce:
-                move_s[~self._links_free(p, moved)] = np.inf
+                move_s[~self._choices.links_free(p, moved)] = np.inf
         if request.local:
-            best_s = local_s = self._local_s(moved, within_s=np.inf, at_all=True)
+            best_s = local_s = self._choices.local_s(moved, within_s=np.inf, at_all=True)
         elif books.any_local and self.config.recompute_s > 0:
-            local_s = self._local_s(moved, within_s=self.config.recompute_s, at_all=False)
+            local_s = self._choices.local_s(moved, within_s=self.config.recompute_s, at_all=False)
             best_s = np.minimum(move_s, local_s)
         else:
             local_s = None
@@ -538,8 +473,8 @@ class Admission:
         usable = fits & np.isfinite(best_s)
         if not usable.any():
             return p if isinstance(p, Reason) else Reason.LINK
-        cost = np.where(usable, self._decode_costs(request, need, best_s), np.inf)
-        d = self._least(cost)
+        cost = np.where(usable, self._choices.decode_costs(request, need, best_s), np.inf)
+        d = self._choices.least(cost)
         held = Held(request.id, request.prompt_tokens, request.answer_tokens, moved)
         held.avoid = request.avoid
         if local_s is not None and local_s[d] < move_s[d]:
@@ -558,18 +493,8 @@ class Admission:
             self._on_links(held, moved * self.config.kv_bytes_per_token)
         self._held[request.id] = held
         self._admitted += 1
+        self._choices.turn = self._admitted
         return answer
-
-    def _local_s(self, tokens: int, *, within_s: float, at_all: bool) -> Floats:
-        """How long each decode server would take for the prompt itself; infinite where it should not."""
-        books = self._decodes
-        per_s = books.local_per_s
-        if at_all:
-            # The speed is not known where it was not given; any will do to compare servers.
-            per_s = np.where(per_s > 0, per_s, 8000.0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            took: Floats = (books.local_tokens + tokens) / per_s
-        return np.where((per_s > 0) & (took <= within_s), took, np.inf)
 
     def _answer(
         self, now_s: float, held: Held, start_s: float, waited_s: float, d: int | None = None
@@ -654,34 +579,9 @@ class Admission:
 
     def stats(self) -> Stats:
         """Where everything stands."""
-        p, d, links = self._prefills, self._decodes, self._links
         return Stats(
-            prefill=[
-                ServerStats(
-                    name=spec.name,
-                    up=bool(p.up[i]),
-                    requests=int(p.requests[i]),
-                    tokens_in_flight=int(p.tokens[i]),
-                    bytes_in_flight=int(links.nbytes[p.link[i]]),
-                    tokens_per_s=float(p.per_s[i]),
-                )
-                for i, spec in enumerate(p.specs)
-            ],
-            decode=[
-                ServerStats(
-                    name=spec.name,
-                    up=bool(d.up[i]),
-                    requests=int(d.slots_held[i]),
-                    tokens_in_flight=int(d.reserved[i]) * spec.page_tokens,
-                    bytes_in_flight=int(links.nbytes[d.link[i]]),
-                    pages=None if d.pages[i] == UNLIMITED else int(d.pages[i]),
-                    pages_reserved=int(d.reserved[i]),
-                    pages_short=sum(one.short for one in d.debts[i].values()),
-                    slots=int(d.slots[i]),
-                    slots_held=int(d.slots_held[i]),
-                )
-                for i, spec in enumerate(d.specs)
-            ],
+            prefill=self._prefills.stats(),
+            decode=self._decodes.stats(),
             queued=len(self._queue),
             admitted=self._admitted,
             recomputed=self._recomputed,
@@ -689,4 +589,5 @@ class Admission:
             expired=self._expired,
             hold_s=self._hold.value,
             time_per_token_ms=self._token_s.value * 1e3,
+            waiting=dict(Counter(one.reason.value for one in self._queue.values())),
         )

@@ -269,6 +269,8 @@ class ServerStats:
     pages_reserved: int = 0
     pages_short: int = 0
     slots: int = 0
+    """How many are given away at most: `Config.slots_share` of those that it has."""
+    slots_in_all: int = 0
     slots_held: int = 0
     tokens_per_s: float = 0.0
 
@@ -287,3 +289,5 @@ class Stats:
     hold_s: float
     """How long a request holds its slot, as measured of late."""
     time_per_token_ms: float
+    waiting: dict[str, int] = field(default_factory=dict)
+    """Of those queued, how many wait for what (`Reason`)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = ["add"]
@@ -17,6 +17,29 @@ def _positive(text: str) -> float:
     if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
+
+
+def _each(
+    parser: Any, kind: Callable[[Any], Any], rows: Sequence[tuple[str, Any, Any, str]], metavar: str = "N"
+) -> None:
+    """Options of one number each: name, what `kind` makes its type of, default and meaning."""
+    for name, least, default, meaning in rows:
+        parser.add_argument(
+            f"--{name}",
+            type=kind(least),
+            default=default,
+            metavar=metavar,
+            help=f"{meaning} (default: %(default)s)",
+        )
+
+
+def _python(parser: Any, has: str) -> None:
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="FILE",
+        help=f"the interpreter that has {has} (default: this one)",
+    )
 
 
 def _transfer(benches: Any, at_least: Callable[[int], Any]) -> Any:
@@ -54,14 +77,7 @@ def _transfer(benches: Any, at_least: Callable[[int], Any]) -> Any:
         ("in-flight", 1, 1000, "rooms granted and not pushed, for the memory that they take"),
         ("latency-rooms", 10, 300, "hand-offs of a piece, and of a page, to take times of"),
     )
-    for name, least, single, meaning in singles:
-        parser.add_argument(
-            f"--{name}",
-            type=at_least(least),
-            default=single,
-            metavar="N",
-            help=f"{meaning} (default: %(default)s)",
-        )
+    _each(parser, at_least, singles)
     choices = (
         ("fabric", ["shm", "ucx"], "what carries the bytes"),
         ("memory", ["kvxfer", "engine"], "from kvxfer.alloc, or as an engine's allocator gives it"),
@@ -91,12 +107,7 @@ def _peers(benches: Any, at_least: Callable[[int], Any]) -> Any:
             "bench-peers` installs the other libraries in a venv of their own and runs this."
         ),
     )
-    parser.add_argument(
-        "--python",
-        default=sys.executable,
-        metavar="FILE",
-        help="the interpreter that has the other libraries (default: this one)",
-    )
+    _python(parser, "the other libraries")
     parser.add_argument(
         "--peers",
         nargs="+",
@@ -104,17 +115,11 @@ def _peers(benches: Any, at_least: Callable[[int], Any]) -> Any:
         default=PEERS,
         help="which of them (default: all)",
     )
-    for name, least, default, meaning in (
+    rows = [
         ("tokens", 16, 2000, "tokens of each hand-off, in whole pages"),
         ("rounds", 3, 9, "hand-offs of each that count"),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            type=at_least(least),
-            default=default,
-            metavar="N",
-            help=f"{meaning} (default: %(default)s)",
-        )
+    ]
+    _each(parser, at_least, rows)
     parser.set_defaults(module="kvxfer.cli.bench_peers")
     return parser
 
@@ -130,28 +135,13 @@ def _loop(benches: Any, at_least: Callable[[int], Any]) -> Any:
             "chance. Takes minutes."
         ),
     )
-    for name, least, default, meaning in (
-        ("tokens", 16, 2000, "tokens of each hand-off"),
-        ("blocks", 3, 20, "blocks of each kind"),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            type=at_least(least),
-            default=default,
-            metavar="N",
-            help=f"{meaning} (default: %(default)s)",
-        )
-    for name, amount, meaning in (
-        ("step-ms", 5.5, "time of a step without hand-offs, to which the work is fitted"),
-        ("block-seconds", 1.0, "length of a block"),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            type=_positive,
-            default=amount,
-            metavar="X",
-            help=f"{meaning} (default: %(default)s)",
-        )
+    whole = [("tokens", 16, 2000, "tokens of each hand-off"), ("blocks", 3, 20, "blocks of each kind")]
+    _each(parser, at_least, whole)
+    amounts = [
+        ("step-ms", 0, 5.5, "time of a step without hand-offs, to which the work is fitted"),
+        ("block-seconds", 0, 1.0, "length of a block"),
+    ]
+    _each(parser, lambda _: _positive, amounts, metavar="X")
     parser.add_argument(
         "--per-second",
         type=at_least(1),
@@ -167,12 +157,7 @@ def _loop(benches: Any, at_least: Callable[[int], Any]) -> Any:
         help="what carries kvxfer's bytes (default: %(default)s)",
     )
     parser.add_argument("--no-nixl", dest="nixl", action="store_false", help="leave NIXL out")
-    parser.add_argument(
-        "--python",
-        default=sys.executable,
-        metavar="FILE",
-        help="the interpreter that has NIXL, see `bench peers` (default: this one)",
-    )
+    _python(parser, "NIXL, see `bench peers`")
     parser.add_argument("--plot", metavar="FILE", help="draw the table as SVG into this file")
     parser.set_defaults(module="kvxfer.cli.bench_loop")
     return parser

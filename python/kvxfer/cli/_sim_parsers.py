@@ -34,6 +34,20 @@ def _part(text: str) -> float:
 _above_zero.__name__ = _not_negative.__name__ = _part.__name__ = "number"
 
 
+def _crash(text: str) -> tuple[str, int, float, float | None]:
+    """`90:decode-0:30`: at 90 s decode server 0 crashes, and is away for 30 s."""
+    try:
+        at, name, *repair = text.split(":")
+        kind, number = name.rsplit("-", 1)
+        if kind not in ("prefill", "decode") or len(repair) > 1:
+            raise ValueError
+        return kind, int(number), float(at), float(repair[0]) if repair else None
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no crash: write AT:SERVER[:REPAIR] in seconds, for example 90:decode-0:30"
+        ) from None
+
+
 def _listed(one: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def numbers(text: str) -> list[Any]:
         return [one(part) for part in text.split(",")]
@@ -99,6 +113,21 @@ def add(
             help=f"sigma of a lognormal for the lengths of {what}, with the same mean (default: all are as "
             f"long)",
         )
+    traffic.add_argument(
+        "--shared-prefix",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="tokens at the front of each prompt with which others begin too; servers that have them need no "
+        "copy (default: none)",
+    )
+    traffic.add_argument(
+        "--prefixes",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="how many such fronts there are (default: %(default)s)",
+    )
     traffic.add_argument(
         "--requests",
         type=at_least(1),
@@ -186,10 +215,34 @@ def add(
         help="part of the hand-offs that break (default: none)",
     )
     cluster.add_argument(
+        "--mtbf-s",
+        type=_above_zero,
+        metavar="S",
+        help="mean time between two crashes of a server, in seconds (default: they do not crash)",
+    )
+    cluster.add_argument(
+        "--repair-s",
+        type=_above_zero,
+        default=60.0,
+        metavar="S",
+        help="how long a server that crashed is away, in seconds (default: %(default)g)",
+    )
+    cluster.add_argument(
+        "--crash",
+        type=_crash,
+        action="append",
+        default=[],
+        metavar="AT:SERVER[:REPAIR]",
+        help="a crash at a time, as 90:prefill-0 or 90:decode-1:30, in seconds; may be given several times. "
+        "Of plain servers, which have no parts, one at the same place of the list crashes",
+    )
+    cluster.add_argument(
         "--on-failure",
         choices=("fail", "recompute"),
         default="fail",
-        help="then the request fails, or decode computes the prompt again (default: %(default)s)",
+        help="requests whose hand-off breaks or whose server crashes fail, or are computed again: by decode, "
+        "or from the start where decode crashed. Answers that have begun fail in any case (default: "
+        "%(default)s)",
     )
     cluster.add_argument(
         "--offload",
@@ -197,7 +250,7 @@ def add(
         help="where prefill lacks room, move caches that wait for their hand-off to the host's memory",
     )
     cluster.add_argument(
-        "--no-prefix-cache", action="store_true", help="compute every prompt of a trace in full"
+        "--no-prefix-cache", action="store_true", help="compute and move every prompt in full"
     )
     for name, default, meaning in (
         ("slo-ttft-ms", 2000.0, "first tokens later than this are not good; admission aims for it"),

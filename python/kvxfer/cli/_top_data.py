@@ -51,7 +51,7 @@ def scrape(url: str, timeout_s: float) -> Scrape:
     except ValueError as error:
         return Scrape(at_s, {}, f"no metrics: {error}")
     if not found:
-        return Scrape(at_s, {}, "no agent there: no metric begins with kvxfer_")
+        return Scrape(at_s, {}, "neither an agent nor a proxy there: no metric begins with kvxfer_")
     return Scrape(at_s, found)
 
 
@@ -187,11 +187,16 @@ class Fleet:
         self.now = found
 
     def agents(self) -> list[AgentView]:
-        """Every agent that answered, by endpoint and name."""
+        """Every agent that answered, and what a proxy says of its decode servers, by endpoint and name."""
         views = []
         for url in self.urls:
             now, before = self.now[url], self.before.get(url)
-            names = {dict(key).get("agent", "") for key in now.samples.get("kvxfer_agent_info", {})}
+            # The proxy has no agent, and says how its decode servers are loaded.
+            names = {
+                dict(key).get("agent", "")
+                for metric in ("kvxfer_agent_info", "kvxfer_slots", "kvxfer_requests_waiting")
+                for key in now.samples.get(metric, {})
+            }
             views += [
                 AgentView(
                     url,

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from kvxfer.cli import _doctor_rdma as rdma
 from kvxfer.cli import _doctor_tests as tests
 from kvxfer.cli._doctor_look import SURVIVES_TCP_WRITERS
 from kvxfer.cli._errors import CommandError
@@ -22,6 +23,8 @@ _GET_UCX = "install the wheel libucx-cu12 (pip install 'kvxfer[ucx]'), or set KV
 "libucp.so.0"
 # UCX's shared memory lives in /dev/shm; containers often get 64 MiB.
 _SHM_BYTES = 1 << 30
+# What the looks at UCX, the host and the GPUs have said already.
+_SAID_BEFORE = ("NVIDIA's driver", "RDMA in UCX", "locked memory")
 # With RDMA every registered byte is locked.
 _LOCKED_BYTES = 64 << 30
 
@@ -238,6 +241,34 @@ def _rows_of_fabrics(fabrics: Found) -> list[tuple[str, str]]:
     return rows
 
 
+def _look_at_rdma(ucx: Found, host: Found, gpus: Found, problems: list[str]) -> Found:
+    """Lines that do not apply, to a host without a GPU or without a card, are no problems."""
+    found = rdma.look(ucx, host, gpus)
+    problems += [
+        f"{line['name']}: {line['found']}; {line['advice']}"
+        for line in found["lines"]
+        if line["state"] in ("warn", "fail") and line["name"] not in _SAID_BEFORE
+    ]
+    return found
+
+
+def _show_rdma(found: Found) -> None:
+    rows = [
+        (line["name"], line["state"], line["found"])
+        for line in found["lines"]
+        if line["state"] != "not applicable"
+    ]
+    if not rows:
+        print("\nGPUDirect RDMA: not applicable, for this host has neither an NVIDIA GPU nor an RDMA card.")
+        return
+    rows += [
+        (f"rail of GPU {rail['gpu']}", ", ".join(rail["names"]) or "none", rail["why"])
+        for rail in found["rails"]
+    ]
+    print("\nWhat must be true for cards to read and write the memory of GPUs (docs/gpu.md):\n")
+    print(table(rows))
+
+
 def _show(found: Found) -> None:
     print(
         table(
@@ -247,6 +278,7 @@ def _show(found: Found) -> None:
     )
     print("\nBetween two processes on this host, 64 MiB in pieces of 4 KiB, from push to Success:\n")
     print(table(_rows_of_fabrics(found["fabrics"])))
+    _show_rdma(found["rdma"])
     if not found["problems"]:
         print("\nNo problem was found.")
         return
@@ -262,8 +294,16 @@ def run(options: argparse.Namespace) -> int:
     ucx = _look_at_ucx(problems)
     host = _look_at_host(ucx, problems)
     gpus = _look_at_gpus(problems)
+    gpudirect = _look_at_rdma(ucx, host, gpus, problems)
     fabrics = _test_fabrics(ucx, problems)
-    found = {"ucx": ucx, "host": host, "gpus": gpus, "fabrics": fabrics, "problems": problems}
+    found = {
+        "ucx": ucx,
+        "host": host,
+        "gpus": gpus,
+        "rdma": gpudirect,
+        "fabrics": fabrics,
+        "problems": problems,
+    }
     if options.json:
         print_json(found)
     else:

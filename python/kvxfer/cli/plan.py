@@ -114,7 +114,7 @@ def _rows(n: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"{n['burst']} at once", _ms(n["burst_ms"])))
     on_loop = n["posting"] == "loop"
     rows += [
-        ("answer", f"{n['answer_s']:.1f} s at {n['tpot_ms']:g} ms a token"),
+        ("answer", f"{n['answer_s']:.1f} s at {n['tpot_ms']:g} ms a token, if that is the time at peak load"),
         (
             "slots held",
             f"{n['slots_held']:.1f} of {n['slots']} ({n['slots_held_fraction'] * 100:.0f} %; keep under "
@@ -159,10 +159,14 @@ def _rows(n: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "offloaded",
             f"frees {size(put['hbm_freed_bytes'])} of GPU memory; back over PCIe in {_ms(put['pcie_ms'])}, "
-            "from NVMe in "
-            f"{_ms(put['nvme_ms'])} (parked sessions only); spilt first, a hand-off takes "
-            f"{_ms(put['spill_then_send_ms'])} "
-            f"and not {_ms(put['send_ms'])}",
+            f"from NVMe in {_ms(put['nvme_ms'])}",
+        )
+    )
+    rows.append(
+        (
+            "",
+            f"(parked sessions only); spilt first, a hand-off takes {_ms(put['spill_then_send_ms'])} and not "
+            f"{_ms(put['send_ms'])}",
         )
     )
     return rows

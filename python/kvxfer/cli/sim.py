@@ -7,14 +7,27 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from kvxfer.cli._errors import CommandError
 from kvxfer.cli._sim_costs import costs_of
-from kvxfer.cli._text import Counter, aligned, print_json, prose, table
-from kvxfer.simulate import MODES, Costs, Result, Setup, Traffic, bursts, poisson, read_trace, simulate, users
+from kvxfer.cli._text import Counter, aligned, print_json, prose, quantity, table
+from kvxfer.simulate import (
+    MODES,
+    Costs,
+    Crash,
+    Result,
+    Setup,
+    Shape,
+    Traffic,
+    bursts,
+    poisson,
+    read_trace,
+    simulate,
+    users,
+)
 from kvxfer.simulate.plot import PlotError, Point, draw, load
 from kvxfer.simulate.report import LEGEND, costs_rows, notes, sections
 
@@ -57,12 +70,29 @@ def _setup(options: argparse.Namespace, text: str) -> Setup:
         route=options.route,
         posting=posting,
         failure_rate=options.failures,
+        mtbf_s=options.mtbf_s or 0.0,
+        repair_s=options.repair_s,
+        crashes=_crashes(options),
+        crash_seed=options.seed,
         on_failure=options.on_failure,
         offload=options.offload,
         prefix_cache=not options.no_prefix_cache,
         slo_ttft_ms=options.slo_ttft_ms,
         slo_tpot_ms=options.slo_tpot_ms,
     )
+
+
+def _crashes(options: argparse.Namespace) -> tuple[Crash, ...]:
+    found = []
+    for kind, number, at_s, repair_s in options.crash:
+        there = options.prefill if kind == "prefill" else options.decode
+        if not 0 <= number < there:
+            raise ValueError(
+                f"--crash: there is no {kind}-{number}; there are {kind}-0 to {kind}-{there - 1}"
+            )
+        place = number if kind == "prefill" else options.prefill + number
+        found.append(Crash(at_s, place, options.repair_s if repair_s is None else repair_s))
+    return tuple(found)
 
 
 def _loads(options: argparse.Namespace) -> Iterator[_Load]:
@@ -72,26 +102,28 @@ def _loads(options: argparse.Namespace) -> Iterator[_Load]:
             yield _Load(speed, Path(options.trace).name, traffic)
         return
     for prompt in options.prompt:
-        shape = {
-            "requests": options.requests or 200,
+        requests = options.requests or 200
+        shape: Shape = {
             "prompt": prompt,
             "answer": options.answer,
             "spread": options.spread,
             "answer_spread": options.answer_spread,
-            "seed": options.seed,
+            "shared_prefix": options.shared_prefix,
+            "prefixes": options.prefixes,
         }
+        drawn: Any = {"requests": requests, "seed": options.seed, **shape}
         group = f"prompts of {prompt:,} tokens"
         if options.users is not None:
-            yield from (_Load(count, group, users(users=count, **shape)) for count in options.users)
+            yield from (_Load(count, group, users(users=count, **drawn)) for count in options.users)
         elif options.burst_factor is not None:
             burst = {
                 "factor": options.burst_factor,
                 "burst_s": options.burst_s,
                 "every_s": options.burst_every_s,
             }
-            yield from (_Load(qps, group, bursts(qps=qps, **shape, **burst)) for qps in options.qps)
+            yield from (_Load(qps, group, bursts(qps=qps, **drawn, **burst)) for qps in options.qps)
         else:
-            yield from (_Load(qps, group, poisson(qps=qps, **shape)) for qps in options.qps)
+            yield from (_Load(qps, group, poisson(qps=qps, **drawn)) for qps in options.qps)
 
 
 def _axis(options: argparse.Namespace) -> tuple[str, str]:
@@ -108,6 +140,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--trace has its own arrivals: leave out --users and --burst-factor")
     if options.users is not None and options.burst_factor is not None:
         raise ValueError("--users and --burst-factor are two kinds of arrivals: give one")
+    if options.trace is not None and options.shared_prefix:
+        raise ValueError("--trace has its own prompts: leave out --shared-prefix")
     if options.plot is not None:
         load()
 
@@ -125,14 +159,22 @@ def _simulate(options: argparse.Namespace, costs: Costs) -> list[tuple[str, _Loa
 
 
 def _about(options: argparse.Namespace) -> str:
-    plain = options.prefill + options.decode
-    servers = "server" if options.prefill == 1 else "servers"
+    kinds = {_setup(options, text).mode.split for text in options.compare}
+    servers = []
+    if True in kinds:
+        servers.append(f"{quantity(options.prefill, 'prefill server')} and {options.decode} for decode")
+    if False in kinds:
+        servers.append(quantity(options.prefill + options.decode, "plain server"))
     return (
-        f"{options.prefill} prefill {servers} and {options.decode} for decode, or {plain} plain ones, of "
-        f"{options.tp} GPUs each "
-        f"with {options.slots} slots; SLOs: first token within {options.slo_ttft_ms:g} ms, "
-        f"{options.slo_tpot_ms:g} ms a token"
+        f"{', or '.join(servers)}, of {quantity(options.tp, 'GPU')} each with {options.slots} slots; "
+        f"SLOs: first token within {options.slo_ttft_ms:g} ms, {options.slo_tpot_ms:g} ms a token"
     )
+
+
+def _length(found: list[tuple[str, _Load, Result]]) -> str:
+    traffic = found[0][1].traffic
+    mean = float(np.mean(traffic.answers))
+    return f"{quantity(len(traffic), 'request')} each, answers of {mean:,.0f} tokens on average"
 
 
 def _show(options: argparse.Namespace, found: list[tuple[str, _Load, Result]]) -> None:
@@ -190,7 +232,7 @@ def run(options: argparse.Namespace) -> int:
         found = _simulate(options, costs)
         if options.plot is not None:
             points = [Point(one.x, name, one.group, result) for name, one, result in found]
-            draw(points, options.plot, x=_axis(options)[0], title=_about(options))
+            draw(points, options.plot, x=_axis(options)[0], title=f"{_about(options)}. {_length(found)}")
     except ValueError as error:
         raise CommandError(str(error), _WRONG_ARGUMENTS) from error
     except PlotError as error:

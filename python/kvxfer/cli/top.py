@@ -51,7 +51,9 @@ def _style(d: dict[str, Any]) -> str:
 
 
 def _room_rows(d: dict[str, Any]) -> list[list[str]]:
-    """A line for each side that has rooms now; one at the least."""
+    """A line for each side that has rooms now; one at the least, and none for what only a proxy tells of."""
+    if d["succeeded"] is None:
+        return []
     sides = [side for side, states in d["rooms"].items() if any(states.values())]
     well = _number(d["succeeded"]) if d["succeeded_per_s"] is None else f"{d['succeeded_per_s']:.1f}/s"
     own = [d["agent"], well, _number(d["failed"]), _number(d["events_unpolled"])]
@@ -73,8 +75,8 @@ def _load_rows(d: dict[str, Any]) -> list[list[str]]:
         d["agent"],
         _NOTHING if d["gbytes_per_s"] is None else f"{d['gbytes_per_s']:.2f}",
         _NOTHING if busy is None else f"{busy * 100:.0f} %",
-        f"{_number(d['pages_granted'])}/{_number(d['pages_registered'])}",
-        f"{_number(d['pages_quarantined'])}+{_number(d['slots_quarantined'])}",
+        _pair(d["pages_granted"], "/", d["pages_registered"]),
+        _pair(d["pages_quarantined"], "+", d["slots_quarantined"]),
         slots,
         _number(d["waiting_for_memory"]),
         _number(d["waiting_for_transfer"]),
@@ -82,7 +84,13 @@ def _load_rows(d: dict[str, Any]) -> list[list[str]]:
     return [row]
 
 
+def _pair(first: float | None, sign: str, second: float | None) -> str:
+    return _NOTHING if first is None and second is None else f"{_number(first)}{sign}{_number(second)}"
+
+
 def _stage_rows(d: dict[str, Any]) -> list[list[str]]:
+    if d["succeeded"] is None:
+        return []
     cells = [d["agent"]]
     for stage, p50_s in d["stage_p50_s"].items():
         cells += [_time(p50_s), _time(d["stage_p99_s"][stage])]
@@ -136,7 +144,8 @@ def _screen(fleet: Fleet) -> Group:
                 table.add_row(*row, style=_style(d))
         tables.append(table)
     total = sum(d["gbytes_per_s"] or 0.0 for d in found)
-    foot = [f"{quantity(len(found), 'agent')}, {total:.2f} GB/s in all"]
+    agents = sum(d["succeeded"] is not None for d in found)
+    foot = [f"{quantity(agents, 'agent')}, {total:.2f} GB/s in all"]
     failures = [
         f"{d['agent']} failed {count:,.0f} x {what}"
         for d in found

@@ -9,13 +9,40 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvxfer.admission import Stats
+from kvxfer._families import FAMILIES
+from kvxfer.admission import Reason, Stats
 
 __all__ = ["Metrics"]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 _TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1)
 _WINDOW_S = 60.0
+# What those wait for who wait here, as `kvxfer_requests_waiting` has it.
+_CAUSES = {
+    "memory": (Reason.DECODE_PAGES, Reason.DECODE_SLOTS),
+    "transfer": (Reason.LINK,),
+    "prefill": (Reason.PREFILL,),
+}
+
+
+def _engines(stats: Stats) -> Iterable[Metric]:
+    """What agents cannot know of their engines, under the names that `kvxfer.prometheus` has for it.
+
+    So alerts and dashboard have it of every decode server, without a line of code in the engine.
+    """
+    about = {family.name: family for family in FAMILIES}
+
+    def gauge(name: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(name, about[name].help, labels=("agent", *labels))
+
+    slots, held = gauge("kvxfer_slots"), gauge("kvxfer_slots_held")
+    for one in stats.decode:
+        slots.add_metric((one.name,), one.slots_in_all)
+        held.add_metric((one.name,), one.slots_held)
+    waiting = gauge("kvxfer_requests_waiting", "cause")
+    for cause, reasons in _CAUSES.items():
+        waiting.add_metric(("proxy", cause), sum(stats.waiting.get(reason.value, 0) for reason in reasons))
+    yield from (slots, held, waiting)
 
 
 class _Now(Collector):
@@ -57,6 +84,7 @@ class _Now(Collector):
             if one.pages is not None:
                 pages.add_metric((one.name,), one.pages)
         yield from (up, requests, nbytes, tokens, rate, reserved, pages, short, held, slots)
+        yield from _engines(stats)
         for name, text, value in (
             ("queued_requests", "Requests that wait for admission", stats.queued),
             ("hold_seconds", "How long a request holds its slot, of late", stats.hold_s),

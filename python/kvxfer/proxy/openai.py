@@ -16,6 +16,7 @@ __all__ = [
     "decode_params",
     "error_body",
     "error_event",
+    "give_up_body",
     "leg_body",
     "local_params",
     "parse",
@@ -125,8 +126,10 @@ def _message_chars(message: Any) -> int:
     return chars
 
 
-def prefill_body(incoming: Incoming, room: int) -> bytes:
-    """The prefill leg: the same prompt, and one token, which nobody reads."""
+def prefill_body(incoming: Incoming, room: int, source: str | None = None) -> bytes:
+    """The prefill leg: the same prompt, and one token, which nobody reads. `source` is what the decode leg is
+    told, if that one is sent at the same time.
+    """
     body = dict(incoming.body)
     # They say things about an answer of which this leg makes one token.
     for key in ("stream_options", "best_of", "min_tokens"):
@@ -137,7 +140,18 @@ def prefill_body(incoming: Incoming, room: int) -> bytes:
     if "n" in body:
         body["n"] = 1
     body["stream"] = False
-    body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False, "room": room}
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "room": room}
+    body["kv_transfer_params"] = params if source is None else {**params, "source": source}
+    return json.dumps(body).encode()
+
+
+def give_up_body(incoming: Incoming, room: int) -> bytes:
+    """Tells a prefill server that nobody will come for a room: its leg may have ended there by then, so that
+    closing it aborts nothing. This is a completion of one token, since servers know no other request.
+    """
+    body = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"give_up": room}}
+    if "model" in incoming.body:
+        body["model"] = incoming.body["model"]
     return json.dumps(body).encode()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -12,9 +13,21 @@ from kvxfer.admission import Expired, Reason, Refused, Request
 from kvxfer.proxy.openai import COMPLETION_PATHS, error_body, error_event
 from kvxfer.proxy.upstream import Failure
 
-__all__ = ["ClientGone", "Told", "error", "failed", "failure_event", "json_errors", "not_admitted", "passed"]
+__all__ = [
+    "TO_SERVER",
+    "ClientGone",
+    "Told",
+    "deliver",
+    "error",
+    "failed",
+    "failure_event",
+    "json_errors",
+    "not_admitted",
+    "passed",
+]
 
-# What of a server's headers the client gets.
+# What of a request's headers servers get, and what of a server's headers the client gets.
+TO_SERVER = ("Authorization", "X-Request-Id", "traceparent", "tracestate", "User-Agent")
 _TO_CLIENT = ("Content-Type", "Cache-Control", "X-Request-Id", "openai-processing-ms")
 
 
@@ -34,6 +47,28 @@ class Told(Exception):
         super().__init__(by)
         self.response = response
         self.by = by
+
+
+_LOOK_AGAIN_S = 0.02
+
+
+async def deliver(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """Sends an answer, or the rest of one, until its last byte has left this process.
+
+    The web library would do so after the handler, and what a slow client had not taken by then would be lost
+    with a process that is told to stop.
+    """
+    try:
+        await response.prepare(request)
+        await response.write_eof()
+    except ConnectionResetError as broken:
+        raise ClientGone from broken
+    while (transport := request.transport) is not None and not transport.is_closing():
+        # Where the client leaves, this task is cancelled.
+        if not transport.get_write_buffer_size():
+            break
+        await asyncio.sleep(_LOOK_AGAIN_S)
+    return response
 
 
 def passed(response: aiohttp.ClientResponse) -> dict[str, str]:
@@ -83,8 +118,7 @@ def not_admitted(found: Refused | Expired, request: Request, queue_wait_s: float
     reason = found.reason
     if reason is Reason.TOO_LARGE:
         return Failure(
-            f"the prompt (about {request.prompt_tokens} tokens) and {request.answer_tokens} tokens of "
-            "answer need more KV pages than any decode server has",
+            f"the prompt ({request.prompt_tokens} tokens) needs more KV pages than any decode server has",
             status=400,
             by="refused",
             retry=False,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import time
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -20,15 +22,19 @@ from kvxfer.proxy.openai import (
     Incoming,
     Seen,
     decode_params,
+    give_up_body,
     leg_body,
     local_params,
     parse,
     prefill_body,
     seen_in_event,
 )
+from kvxfer.proxy.other_paths import health, metrics, models
 from kvxfer.proxy.replies import (
+    TO_SERVER,
     ClientGone,
     Told,
+    deliver,
     error,
     failed,
     failure_event,
@@ -43,9 +49,6 @@ __all__ = ["Router"]
 
 log = logging.getLogger("kvxfer.proxy")
 
-# What of a request's headers servers get, and what of a server's headers the client gets.
-_TO_SERVER = ("Authorization", "X-Request-Id", "traceparent", "tracestate", "User-Agent")
-_TO_CLIENT = ("Content-Type", "Cache-Control", "X-Request-Id", "openai-processing-ms")
 _MEAN = 0.05
 # No text has more or fewer characters a token; what says so is a miscount.
 _LEAST_CHARS, _MOST_CHARS = 0.25, 16.0
@@ -56,13 +59,13 @@ class _Flow:
 
     __slots__ = (
         *("admitted_s", "began_s", "first_s", "headers", "incoming", "opened"),
-        *("prefilled_s", "reached", "sent_s", "web"),
+        *("prefill", "prefilled_s", "reached", "sent_s", "web"),
     )
 
     def __init__(self, request: web.Request, incoming: Incoming, now_s: float) -> None:
         self.web = request
         self.incoming = incoming
-        self.headers = {key: request.headers[key] for key in _TO_SERVER if key in request.headers}
+        self.headers = {key: request.headers[key] for key in TO_SERVER if key in request.headers}
         self.headers["Content-Type"] = "application/json"
         self.began_s = now_s
         # Whether anything has reached the client.
@@ -70,6 +73,8 @@ class _Flow:
         self.opened: Opened | None = None
         self.admitted_s = now_s
         self.sent_s = now_s
+        # The prefill server of this try, from when it got its leg.
+        self.prefill: str | None = None
         self.prefilled_s: float | None = None
         self.first_s: float | None = None
 
@@ -101,6 +106,8 @@ class Router:
         self._waiting: dict[int, asyncio.Future[Admitted | Expired]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._flows: dict[asyncio.Task[Any], _Flow] = {}
+        # Of those, the ones whose answer is complete here and is taken by the client still.
+        self._delivering: set[_Flow | None] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self._warned: set[str] = set()
         self.watches: dict[str, Watch] = {}
@@ -108,9 +115,8 @@ class Router:
         self.app = web.Application(client_max_size=settings.max_body_mib << 20, middlewares=[json_errors])
         for path in COMPLETION_PATHS:
             self.app.router.add_post(path, self._complete)
-        self.app.router.add_get("/v1/models", self._models)
-        self.app.router.add_get("/health", self._health)
-        self.app.router.add_get("/metrics", self._metrics)
+        for path, answer in (("/v1/models", models), ("/health", health), ("/metrics", metrics)):
+            self.app.router.add_get(path, partial(answer, self))
 
     async def start(self) -> None:
         """Connects, and asks every server once how it is."""
@@ -134,7 +140,11 @@ class Router:
         """Ends all requests in flight, each with an error that its client sees."""
         self.draining = self.stopping = True
         for task, flow in list(self._flows.items()):
-            if flow.opened is not None and flow.reached:
+            if flow in self._delivering:
+                # Nobody can tell the client more in an answer whose length it knows: the connection breaks.
+                if flow.web.transport is not None:
+                    flow.web.transport.abort()
+            elif flow.opened is not None and flow.reached:
                 # The stream itself then tells its client.
                 flow.opened.response.close()
             else:
@@ -205,17 +215,25 @@ class Router:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, due - now_s) + 0.001, self._pump)
 
-    def _tokens(self, incoming: Incoming) -> int:
+    def _tokens(self, incoming: Incoming) -> tuple[int, int]:
+        """Tokens of the prompt and of the answer to reserve for.
+
+        An estimate never exceeds what the largest decode server has: whether a request does is for it to say.
+        """
+        most = self.admission.most_tokens or sys.maxsize
         if incoming.prompt_tokens is not None:
-            return max(1, incoming.prompt_tokens)
-        return max(1, math.ceil(incoming.chars / self.chars_per_token))
+            prompt = max(1, incoming.prompt_tokens)
+        else:
+            prompt = max(1, min(most, math.ceil(incoming.chars / self.chars_per_token)))
+        return prompt, max(0, min(most - prompt, self.lengths.expected(incoming.max_tokens)))
 
     async def _admit(self, flow: _Flow, room: int, avoid: frozenset[str], again: bool) -> Admitted:
         incoming = flow.incoming
+        prompt_tokens, answer_tokens = self._tokens(incoming)
         request = Request(
             room,
-            prompt_tokens=self._tokens(incoming),
-            answer_tokens=self.lengths.expected(incoming.max_tokens),
+            prompt_tokens=prompt_tokens,
+            answer_tokens=answer_tokens,
             local=bool(incoming.local),
             avoid=avoid,
         )
@@ -266,19 +284,21 @@ class Router:
             try:
                 response = await self._tries(flow)
                 outcome = "answered"
-                return response
+                return await self._deliver(flow, response)
             except Failure as failure:
                 outcome = {"request": "bad_request", "refused": "refused"}.get(failure.by, "failed")
                 if failure.by in ("server", "timeout"):
                     self.metrics.aborts.labels(failure.by).inc()
-                return failed(failure)
+                return await self._deliver(flow, failed(failure))
             except Told as told:
                 outcome = "failed"
                 self.metrics.aborts.labels(told.by).inc()
-                return told.response
+                return await self._deliver(flow, told.response)
         except (asyncio.CancelledError, ConnectionResetError):
-            outcome = "aborted"
-            self.metrics.aborts.labels("shutdown" if self.stopping else "client").inc()
+            # Who leaves when all is on its way may well have got it.
+            if self.stopping or flow not in self._delivering:
+                outcome = "aborted"
+                self.metrics.aborts.labels("shutdown" if self.stopping else "client").inc()
             if not self.stopping or flow is None or flow.reached:
                 raise
             return error("the proxy was told to stop before the request was over", 503)
@@ -286,11 +306,16 @@ class Router:
             self.metrics.requests.labels(path, outcome).inc()
             self.metrics.request.observe(time.monotonic() - began_s)
             me = asyncio.current_task()
-            if me is not None:
-                self._flows.pop(me, None)
+            if me is not None and (gone := self._flows.pop(me, None)) is not None:
+                self._delivering.discard(gone)
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
+
+    async def _deliver(self, flow: _Flow, response: web.StreamResponse) -> web.StreamResponse:
+        flow.reached = True
+        self._delivering.add(flow)
+        return await deliver(flow.web, response)
 
     async def _tries(self, flow: _Flow) -> web.StreamResponse:
         avoid: frozenset[str] = frozenset()
@@ -314,6 +339,7 @@ class Router:
     async def _try(self, flow: _Flow, room: int, avoid: frozenset[str], again: bool) -> web.StreamResponse:
         tasks: list[asyncio.Task[Any]] = []
         places = frozenset[str]()
+        flow.prefill = None
         flow.prefilled_s = flow.first_s = None
         answer_tokens: int | None = None
         finished = False
@@ -322,10 +348,11 @@ class Router:
             places = frozenset(one for one in (admitted.prefill, admitted.decode) if one)
             flow.admitted_s = time.monotonic()
             opened = flow.opened = await self._legs(flow, room, admitted, tasks)
+            response: web.StreamResponse
             try:
                 if opened.body is not None:
                     seen = opened.seen
-                    response = self._whole(flow, opened)
+                    response = web.Response(body=opened.body, status=200, headers=passed(opened.response))
                 else:
                     response, seen = await self._stream(flow, room, opened)
             finally:
@@ -351,7 +378,22 @@ class Router:
                 for ended in await asyncio.gather(*tasks, return_exceptions=True):
                     if isinstance(ended, Opened):
                         ended.response.close()
+                self._give_up(flow, room, tasks)
             self._pump()
+
+    def _give_up(self, flow: _Flow, room: int, tasks: list[asyncio.Task[Any]]) -> None:
+        """Tells prefill that nobody comes for a prompt, unless prefill itself failed or decode has it."""
+        leg = tasks[0] if tasks else None
+        if leg is None or flow.prefill is None or flow.first_s is not None or self.stopping:
+            return
+        if not leg.cancelled() and leg.exception() is not None:
+            return
+        server = self.prefill[flow.prefill]
+        self._keep(
+            asyncio.create_task(
+                self.upstream.give_up(server, give_up_body(flow.incoming, room), flow.headers)
+            )
+        )
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         if not task.done():
@@ -376,6 +418,7 @@ class Router:
             opened: Opened = await tasks[0]
             self._first_token(flow, room)
             return opened
+        flow.prefill = admitted.prefill
         source = self.prefill[admitted.prefill].source
         prefill = asyncio.create_task(self._prefill_leg(flow, room, admitted, headers))
         tasks.append(prefill)
@@ -414,8 +457,9 @@ class Router:
 
     async def _prefill_leg(self, flow: _Flow, room: int, admitted: Admitted, headers: dict[str, str]) -> Any:
         assert admitted.prefill is not None
-        body = prefill_body(flow.incoming, room)
         server = self.prefill[admitted.prefill]
+        early = self.settings.decode_choice == "early"
+        body = prefill_body(flow.incoming, room, server.source if early else None)
         answer = await self.upstream.prefill(server, flow.incoming.path, body, headers)
         now_s = time.monotonic()
         flow.prefilled_s = now_s
@@ -474,10 +518,6 @@ class Router:
             self.metrics.part.labels("handoff").observe(handoff)
             self.metrics.part.labels("slot").observe(rest - handoff)
 
-    def _whole(self, flow: _Flow, opened: Opened) -> web.StreamResponse:
-        flow.reached = True
-        return web.Response(body=opened.body, status=200, headers=passed(opened.response))
-
     async def _stream(self, flow: _Flow, room: int, opened: Opened) -> tuple[web.StreamResponse, Seen]:
         """Passes events on as they come, each as it is, and never a part of one."""
         response = web.StreamResponse(status=200, headers=passed(opened.response))
@@ -518,6 +558,11 @@ class Router:
                         server=opened.server,
                     )
                 )
+            except asyncio.CancelledError:
+                if not total.done or self.stopping:
+                    raise
+                # The client has the whole answer, and hangs up before the server's connection ends.
+                break
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as broken:
                 data = b""
                 # After the last event nothing is missing.
@@ -547,48 +592,3 @@ class Router:
             await response.write_eof()
         except ConnectionResetError as broken:
             raise ClientGone from broken
-
-    # The other paths.
-
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        headers = {key: request.headers[key] for key in _TO_SERVER if key in request.headers}
-        last = "no decode server is up"
-        for name, server in self.decode.items():
-            if not self.watches[name].up:
-                continue
-            try:
-                async with self.upstream.session.get(
-                    server.url + "/v1/models",
-                    headers=headers,
-                    timeout=aiohttp.ClientTimeout(total=self.settings.health_timeout_s),
-                ) as found:
-                    body = await found.read()
-                    return web.Response(body=body, status=found.status, headers=passed(found))
-            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as broken:
-                last = str(self.upstream.failure(name, "decode", broken, "at /v1/models"))
-        return error(last, 503, {"Retry-After": "5"})
-
-    async def _health(self, _: web.Request) -> web.Response:
-        up = {name: watch.up for name, watch in self.watches.items()}
-        prefill = any(up[name] for name in self.prefill) or any(
-            one.spec.prefill_tokens_per_s > 0 for one in self.settings.decode
-        )
-        well = prefill and any(up[name] for name in self.decode) and not self.draining
-        body: dict[str, Any] = {
-            "status": "draining" if self.draining else "ok" if well else "down",
-            "servers": {
-                name: {
-                    "role": "prefill" if name in self.prefill else "decode",
-                    "up": watch.up,
-                    "why": watch.why,
-                }
-                for name, watch in self.watches.items()
-            },
-        }
-        return web.json_response(body, status=200 if well else 503)
-
-    async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(
-            body=self.metrics.render(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )

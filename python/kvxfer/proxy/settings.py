@@ -87,8 +87,15 @@ def parse_prefill(text: str) -> PrefillServer:
 
 
 def parse_decode(text: str) -> DecodeServer:
-    """`http://host:8200[,pages=N][,page-tokens=N][,slots=N][,link=NAME][,link-gb-s=N][,prefill-tokens-per-s=N]`."""
+    """`http://host:8200[,pages=N,page-tokens=N][,slots=N][,link=NAME][,link-gb-s=N][,prefill-tokens-per-s=N]`."""
     url, _, name, options = _split("--decode", text)
+    given = [key for key in ("pages", "page-tokens") if key in options]
+    if len(given) == 1:
+        other = "page-tokens" if given == ["pages"] else "pages"
+        raise BadArgument(
+            f"--decode {text}: {given[0]}= without {other}= does not say how large its memory is: give "
+            "both, or neither to have vLLM asked for them"
+        )
     spec = _with(
         Decode(name),
         options,

@@ -172,6 +172,21 @@ class Upstream:
             raise Failure(f"prefill server {name}: {seen.error}", status=502, server=name)
         return json.loads(data)
 
+    async def give_up(self, server: PrefillServer, body: bytes, headers: dict[str, str]) -> None:
+        """Says that nobody comes for a room. Where that cannot be said, prefill's own timeout ends it."""
+        limit = aiohttp.ClientTimeout(total=self._settings.health_timeout_s)
+        try:
+            async with self.session.post(
+                server.url + "/v1/completions",
+                data=body,
+                headers=headers,
+                allow_redirects=False,
+                timeout=limit,
+            ) as response:
+                await response.read()
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            log.debug("prefill server %s was not told to give a room up: %s", server.spec.name, _words(error))
+
     async def decode(self, server: DecodeServer, path: str, body: bytes, headers: dict[str, str]) -> Opened:
         """The decode leg until its first event, or to its end if it is not streamed."""
         name = server.spec.name

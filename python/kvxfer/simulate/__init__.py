@@ -12,11 +12,12 @@ True
 
 from __future__ import annotations
 
-from kvxfer.simulate.cluster import Sample, Setup
+from kvxfer.simulate.cluster import Sample
 from kvxfer.simulate.costs import DEFAULTS, Costs, Default
 from kvxfer.simulate.modes import LATE, MODES, PULL, PUSH, UNIFIED, Mode
 from kvxfer.simulate.result import Result, simulate
-from kvxfer.simulate.traffic import Traffic, TrafficError, bursts, poisson, read_trace, users
+from kvxfer.simulate.setup import Crash, Setup
+from kvxfer.simulate.traffic import Shape, Traffic, TrafficError, bursts, poisson, read_trace, users
 
 __all__ = [
     "DEFAULTS",
@@ -26,11 +27,13 @@ __all__ = [
     "PUSH",
     "UNIFIED",
     "Costs",
+    "Crash",
     "Default",
     "Mode",
     "Result",
     "Sample",
     "Setup",
+    "Shape",
     "Traffic",
     "TrafficError",
     "bursts",

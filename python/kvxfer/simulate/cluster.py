@@ -2,83 +2,27 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from kvxfer.simulate.costs import Costs
+from kvxfer.simulate.crashes import Crashes
 from kvxfer.simulate.events import Clock
 from kvxfer.simulate.gate import Gate
+from kvxfer.simulate.host import Hosts
 from kvxfer.simulate.link import Links
 from kvxfer.simulate.metrics import Gaps, Gauge
-from kvxfer.simulate.modes import Mode
-from kvxfer.simulate.server import Request, Server, Work
+from kvxfer.simulate.prefixes import Prefixes
+from kvxfer.simulate.request import Request, Work
+from kvxfer.simulate.server import Server
+from kvxfer.simulate.setup import Setup
 from kvxfer.simulate.traffic import Traffic
 
-__all__ = ["Cluster", "Mark", "Sample", "Setup"]
+__all__ = ["Cluster", "Mark", "Sample"]
 
-# Mooncake's traces name blocks of this many tokens.
-_BLOCK = 512
 _SAMPLES = 240
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A cluster to simulate.
-
-    Args:
-        mode: how caches are handed off, or `UNIFIED`.
-        prefill: servers that compute prompts.
-        decode: servers that write answers. A unified cluster has as many servers as both together.
-        tp: GPUs of each server.
-        slots: answers that a server writes at a time (vLLM's `max_num_seqs`).
-        chunk: tokens of a step at most (vLLM's `max_num_batched_tokens`); a chunk as long as the longest
-            prompt is prefill without chunks.
-        page_tokens: tokens of a page.
-        admission: admit by `kvxfer.admission`: decode's pages for prompt and answer and a slot are reserved
-            before prefill starts. Plain servers reserve pages for the answer as well, and take all.
-        route: choose the server with the fewest requests under way, or with the fewest bytes of them.
-        posting: where posting runs, if not where the mode says.
-        failure_rate: part of the hand-offs that break on their way.
-        on_failure: what becomes of those: the request fails, or decode computes the prompt again.
-        offload: where prefill has no room, move caches that wait for their hand-off to the host's memory.
-        prefix_cache: find blocks that a prefill server has computed before, where the traffic names them.
-        slo_ttft_ms: first tokens later than this are not good, and what admission aims for.
-        slo_tpot_ms: requests with more time per token than this are not good.
-    """
-
-    mode: Mode
-    prefill: int = 1
-    decode: int = 1
-    tp: int = 8
-    slots: int = 256
-    chunk: int = 8192
-    page_tokens: int = 16
-    admission: bool = False
-    route: Literal["requests", "bytes"] = "requests"
-    posting: Literal["loop", "thread"] | None = None
-    failure_rate: float = 0.0
-    on_failure: Literal["fail", "recompute"] = "fail"
-    offload: bool = False
-    prefix_cache: bool = True
-    slo_ttft_ms: float = 2000.0
-    slo_tpot_ms: float = 50.0
-
-    def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "tp", "slots", "chunk", "page_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be 1 or more")
-        if not 0 <= self.failure_rate <= 1:
-            raise ValueError(f"failure_rate is {self.failure_rate}: it must be from 0 to 1")
-        if self.slo_ttft_ms <= 0 or self.slo_tpot_ms <= 0:
-            raise ValueError(f"SLOs are {self.slo_ttft_ms} and {self.slo_tpot_ms} ms: they must be above 0")
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all servers."""
-        return self.tp * (self.prefill + self.decode)
 
 
 @dataclass(frozen=True)
@@ -107,6 +51,9 @@ class Mark:
     link_used_ms: float
 
 
+# What `kvxfer proxy` tells clients while no server is up.
+_RETRY_AFTER_MS = 5000.0
+
 # With fewer requests the time in which they arrive says little: then the whole run counts.
 _FEW = 20
 
@@ -129,8 +76,10 @@ class Cluster:
         self.prefill_queue, self.handoff_queue, self.admission_queue = Gauge(), Gauge(), Gauge()
         self.requests: list[Request] = []
         self.samples: list[Sample] = []
-        self.refused = self.rejected = self.failed = self.recomputed = self.prefix_tokens = 0
-        self.moved_bytes = self.spilled_bytes = 0.0
+        self.refused = self.rejected = self.failed = self.recomputed = 0
+        self.prefix_tokens = self.decode_prefix_tokens = 0
+        self.live: dict[Request, None] = {}  # that were sent to a server and have not ended
+        self.moved_bytes = 0.0
         self.ended_ms = 0.0
         self.mark = Mark(0.0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._links = Links(self.clock)
@@ -148,10 +97,12 @@ class Cluster:
         self._load_p = np.zeros(max(1, len(self._prefills)))
         self._load_d = np.zeros(len(self._decodes))
         self._index = {server: i for pool in (self._prefills, self._decodes) for i, server in enumerate(pool)}
-        self._parked: dict[Server, OrderedDict[Request, None]] = {s: OrderedDict() for s in self._prefills}
-        self._pcie_ms: dict[Server, float] = {}
-        self._blocks: dict[Server, OrderedDict[int, None]] = {s: OrderedDict() for s in self._index}
-        self._gate = Gate(self) if setup.admission and self._split else None
+        self.hosts = Hosts(self.clock, costs, self._engine.pcie_bytes_ms, self._prefills, setup.offload)
+        self._prefixes = Prefixes(
+            traffic.blocks if setup.prefix_cache else None, self._index, self._engine.tokens
+        )
+        self.gate = Gate(self) if setup.admission and self._split else None
+        self.crashes = Crashes(self) if setup.mtbf_s or setup.crashes else None
 
     def _server(self, kind: str, number: int) -> Server:
         setup, prefill = self.setup, kind == "prefill"
@@ -171,6 +122,11 @@ class Cluster:
         )
 
     @property
+    def over(self) -> bool:
+        """Whether every request has ended."""
+        return self._ended >= len(self.traffic)
+
+    @property
     def servers(self) -> tuple[list[Server], list[Server]]:
         """Those that compute prompts for others, and those that write answers."""
         return self._prefills, self._decodes
@@ -186,8 +142,6 @@ class Cluster:
         else:
             self._sample(200.0)
         self.clock.run()
-        if len(traffic) < _FEW:
-            self.mark = self._marked()
 
     def _marked(self) -> Mark:
         now = max(self.clock.now_ms, 1e-9)
@@ -227,6 +181,7 @@ class Cluster:
             int(traffic.answers[number]),
             luck / rate if rate and luck < rate else 2.0,
         )
+        request.place = len(self.requests)
         self.requests.append(request)
         if number + 1 == len(traffic):
             self.mark = self._marked()
@@ -242,9 +197,11 @@ class Cluster:
         self.clock.after(self.costs.control_ms, self._route, request)
 
     def _route(self, request: Request) -> None:
-        if self._gate is not None:
+        if self.gate is not None:
             self.admission_queue.add(self.clock.now_ms, 1)
-            self._gate.offer(request)
+            self.gate.offer(request)
+        elif self.crashes is not None and not self.crashes.serving:
+            self.turn_away(request)
         elif self._split:
             self.begin(request, self._best(self._prefills, self._load_p), None)
         else:
@@ -262,7 +219,8 @@ class Cluster:
         now = self.clock.now_ms
         request.routed_ms = now
         request.decode = decode
-        if self._gate is not None:
+        self.live[request] = None
+        if self.gate is not None:
             self.admission_queue.add(now, -1)
         self.prefill_queue.add(now, 1)
         if decode is not None:
@@ -280,12 +238,16 @@ class Cluster:
             self._bind(request)
 
     def _submit(self, request: Request) -> None:
+        if request.broken:
+            return
         server = request.prefill or request.decode
         assert server is not None
-        server.compute(Work(request, request.prompt, local=request.local, base=self._cached(server, request)))
-        self._spill(server)
+        server.compute(Work(request, request.prompt, local=request.local, finds=True))
+        self.hosts.spill(server)
 
     def _best(self, pool: list[Server], load: Any) -> Server:
+        if self.crashes is not None:
+            load = load + self.crashes.out[id(pool)]
         return pool[int(load.argmin())]
 
     def _count(self, load: Any, server: Server, request: Request, sign: int) -> None:
@@ -296,45 +258,34 @@ class Cluster:
         )
         load[self._index[server]] += sign * weight
 
-    def _cached(self, server: Server, request: Request) -> int:
-        """Tokens at the front of a prompt that this server has computed before, and remembers those of this
-        one.
-        """
-        blocks = self.traffic.blocks
-        if blocks is None or not self.setup.prefix_cache:
-            return 0
-        cache, names = self._blocks[server], blocks[request.number]
-        hits = 0
-        for name in names:
-            if name not in cache:
-                break
-            cache.move_to_end(name)
-            hits += 1
-        for name in names[hits:]:
-            cache[name] = None
-        while len(cache) * _BLOCK > self._engine.tokens:
-            cache.popitem(last=False)
-        # The last token has to be computed for there to be a next one.
-        tokens = min(hits * _BLOCK, request.prompt - 1)
-        self.prefix_tokens += tokens
-        return tokens
-
     def _bind(self, request: Request) -> None:
         """Chooses decode's server, and tells it."""
+        if request.broken:
+            return
         if request.decode is None:
             request.decode = self._best(self._decodes, self._load_d)
             self._count(self._load_d, request.decode, request, 1)
-        elif self._gate is not None and self.setup.mode.bind == "prefilled":
+        elif self.gate is not None and self.setup.mode.bind == "prefilled":
             self._count(self._load_d, request.decode, request, -1)
-            request.decode = self._gate.choose(request)
+            request.decode = self.gate.choose(request)
             self._count(self._load_d, request.decode, request, 1)
+        request.bound = True
+        if self.crashes is not None and not request.decode.up:
+            # There is none that is up.
+            self.crashes.strand(request)
+            return
         request.pages = request.decode.need(request.prompt, request.answer)
+        request.skip = self._prefixes.found(request.decode, request)
+        request.moves -= request.skip
+        self.decode_prefix_tokens += request.skip
         self.clock.after(self.costs.control_ms, self._ask, request)
 
     def _ask(self, request: Request) -> None:
         """Decode hears of a request: it queues it for a slot to read with, or grants pages."""
         decode = request.decode
         assert decode is not None
+        if request.broken:
+            return
         request.asked_ms = self.clock.now_ms
         if self.setup.mode.reads:
             decode.pull(request)
@@ -342,6 +293,7 @@ class Cluster:
             decode.grant(request, self._granted)
 
     def _granted(self, request: Request) -> None:
+        request.holds_pages = True
         request.granted_ms = self.clock.now_ms
         self.clock.after(self.costs.control_ms, self._grant_arrived, request)
 
@@ -355,12 +307,26 @@ class Cluster:
 
     def on_started(self, work: Work) -> None:
         """A prompt is begun."""
+        if work.finds:
+            where = work.request.decode if work.local else work.request.prefill
+            assert where is not None
+            work.base = work.done = self._prefixes.found(where, work.request)
+            self.prefix_tokens += work.base
+        if not work.local:
+            server = work.request.prefill
+            assert server is not None
+            work.request.holds_source, work.request.source_life = True, server.lives
         if work.request.started_ms < 0:
             work.request.started_ms = self.clock.now_ms
 
     def on_chunk(self, work: Work, tokens: int) -> None:
-        """A chunk is computed: it is pushed if it may be, and after the last the hand-off is due."""
+        """A chunk is computed: others may find it. It is pushed if it may be; the last ends the prompt."""
         request = work.request
+        where = request.decode if work.local else request.prefill
+        assert where is not None
+        self._prefixes.add(where, request, work.done)
+        if work.local:
+            return
         # A prefix that was found is pushed with what comes first.
         tokens += work.base if work.done - tokens == work.base else 0
         if request.granted:
@@ -371,31 +337,30 @@ class Cluster:
             return
         now, server = self.clock.now_ms, request.prefill
         assert server is not None
-        request.prefilled_ms = now
-        self._count(self._load_p, server, request, -1)
-        self.prefill_queue.add(now, -1)
-        if self._gate is not None:
-            self._gate.prefilled(request)
+        self.end_prefill(request)
+        if self.gate is not None:
+            self.gate.prefilled(request)
         if request.broken:
             if request.noticed:
-                self._release_source(request)
+                self.hosts.release(request)
             return
         self.handoff_queue.add(now, 1)
         request.handing = True
         if not request.granted:
-            self._parked[server][request] = None
+            self.hosts.park(server, request)
         if self.setup.mode.bind == "prefilled":
             self.clock.after(self.costs.control_ms, self._bind, request)
-        self._spill(server)
+        self.hosts.spill(server)
 
     def on_pull(self, request: Request) -> None:
         """Decode has a slot and pages: it posts its reads."""
         request.granted_ms = self.clock.now_ms
+        request.holds_pages = True
         assert request.decode is not None
         on_loop = self._posting == "loop"
-        request.pending = 0
+        request.pending = request.skip = 0
         request.decode.post(
-            self.costs.post_ms(request.prompt), self._posted, (request, request.prompt), on_loop=on_loop
+            self.costs.post_ms(request.moves), self._posted, (request, request.moves), on_loop=on_loop
         )
 
     def on_joined(self, request: Request) -> None:
@@ -406,8 +371,8 @@ class Cluster:
         elif request.local and request.prefilled_ms < 0:
             request.prefilled_ms = self.clock.now_ms
             self.prefill_queue.add(self.clock.now_ms, -1)
-        if self._gate is not None:
-            self._gate.answered(request)
+        if self.gate is not None:
+            self.gate.answered(request)
 
     def on_done(self, request: Request) -> None:
         """Its last token is written."""
@@ -418,27 +383,39 @@ class Cluster:
         self._count(self._load_d, request.decode, request, -1)
         self._over(request)
 
-    def _over(self, request: Request) -> None:
+    def _over(self, request: Request, pause_ms: float = 0.0) -> None:
         self.ended_ms = self.clock.now_ms
         self._ended += 1
-        if self._gate is not None and request.decode is not None:
-            self._gate.ended(request)
+        self.live.pop(request, None)
+        if self.over and len(self.traffic) < _FEW:
+            self.mark = self._marked()
+        if self.gate is not None and request.decode is not None:
+            self.gate.ended(request)
         if self.traffic.users and self._issued < len(self.traffic):
-            self.clock.after(0.0, self._arrive, self._issued)
+            self.clock.after(pause_ms, self._arrive, self._issued)
             self._issued += 1
 
-    def reject(self, request: Request) -> None:
-        """Admission says no: the client gets 429."""
+    def turn_away(self, request: Request) -> None:
+        """No server is up: the client gets 503, and the next user comes when it says so."""
+        self.rejected += 1
+        request.failed = True
+        self._over(request, _RETRY_AFTER_MS)
+
+    def reject(self, request: Request, retry_after_ms: float) -> None:
+        """Admission says no: the client gets 429, and the next user comes when it says so."""
         self.admission_queue.add(self.clock.now_ms, -1)
         self.rejected += 1
         request.failed = True
-        self._over(request)
+        self._over(request, retry_after_ms)
 
     # The hand-off.
 
     def _push(self, request: Request, tokens: int) -> None:
         assert request.prefill is not None
-        if not request.broken:
+        there = min(request.skip, tokens)
+        request.skip -= there
+        tokens -= there
+        if tokens and not request.broken:
             cost = self.costs.post_ms(tokens)
             request.prefill.post(cost, self._posted, (request, tokens), on_loop=self._posting == "loop")
 
@@ -446,24 +423,26 @@ class Cluster:
         request, tokens = what
         source = request.prefill
         assert source is not None
-        self._parked[source].pop(request, None)
+        if request.broken:
+            return
+        self.hosts.unpark(source, request)
         if not request.spilled:
             self._move(what)
             return
         # From the host's memory it first comes back over PCIe.
         nbytes = self.costs.kv_bytes(tokens)
-        self.spilled_bytes += nbytes
-        self.clock.at(self._copy(source, nbytes), self._move, what)
+        self.clock.at(self.hosts.copy(source, nbytes), self._move, what)
 
     def _move(self, what: tuple[Request, int]) -> None:
         request, tokens = what
         if request.broken:
             return
         if not request.limit:
-            whole = self.costs.kv_bytes(request.prompt)
+            whole = self.costs.kv_bytes(request.moves)
             request.limit = whole * min(1.0, request.fails_at)
         nbytes = min(self.costs.kv_bytes(tokens), max(0.0, request.limit - request.sent))
         request.sent += self.costs.kv_bytes(tokens)
+        request.given += nbytes
         if request.flow is not None:
             self._links.add(request.flow, nbytes)
             return
@@ -486,81 +465,115 @@ class Cluster:
                 self.clock.after(self.costs.detect_ms, self._break, request)
             return
         # Chunks are pushed in order, so the prompt is complete once as many bytes were.
-        if request.sent < self.costs.kv_bytes(request.prompt) * (1 - 1e-9):
+        if request.sent < self.costs.kv_bytes(request.moves) * (1 - 1e-9):
             return
-        self.moved_bytes += request.limit
-        if self._gate is not None:
-            self._gate.moved(request)
+        request.arrived = True
+        self.stop_moving(request)
+        if self.gate is not None:
+            self.gate.moved(request)
         if self.setup.mode.reads:
             self._landed(request)
-            self.clock.after(self.costs.control_ms, self._release_source, request)
+            self.clock.after(self.costs.control_ms, self.hosts.release, request)
         else:
-            self._release_source(request)
+            self.hosts.release(request)
             self.clock.after(self.costs.control_ms, self._landed, request)
 
     def _landed(self, request: Request) -> None:
+        if request.broken:
+            return
         request.landed_ms = self.clock.now_ms
         assert request.decode is not None
+        self._prefixes.add(request.decode, request, request.prompt)
         request.decode.ready(request)
-
-    def _release_source(self, request: Request) -> None:
-        server = request.prefill
-        assert server is not None
-        self._parked[server].pop(request, None)
-        if not request.spilled:
-            server.give_back(-(-request.prompt // self.setup.page_tokens) * self.setup.page_tokens)
-        self._spill(server)
 
     def _break(self, request: Request) -> None:
         """A hand-off is known to have failed, and nothing of it can land any more."""
         decode = request.decode
         assert decode is not None
-        self.moved_bytes += request.limit
+        self.stop_moving(request)
+        if request.gone:
+            assert self.crashes is not None
+            self.crashes.lost(request)
+            return
         request.noticed = True
+        self._no_handoff(request)
+        if request.prefilled_ms >= 0:
+            self.hosts.release(request)
+        if self.setup.on_failure == "recompute":
+            self.recomputed += 1
+            request.holds_pages = False
+            decode.compute(Work(request, request.prompt, local=True, holds_pages=True))
+            return
+        decode.forget(request)
+        self._count(self._load_d, decode, request, -1)
+        self.fail(request)
+
+    def _no_handoff(self, request: Request) -> None:
         if request.handing:
             request.handing = False
             self.handoff_queue.add(self.clock.now_ms, -1)
+
+    # Requests that lose what they stand on.
+
+    def stop_moving(self, request: Request) -> None:
+        """No more bytes of it; those that moved are counted."""
+        left = 0.0
+        if request.flow is not None:
+            self._links.stop(request.flow)
+            left, request.flow = request.flow.left, None
+        if not request.counted:
+            request.counted = True
+            self.moved_bytes += request.given - left
+
+    def end_prefill(self, request: Request) -> None:
+        """Its prefill server is not busy with it any more."""
         if request.prefilled_ms >= 0:
-            self._release_source(request)
-        if self.setup.on_failure == "recompute":
-            self.recomputed += 1
-            decode.compute(Work(request, request.prompt, local=True, holds_pages=True))
             return
+        request.prefilled_ms = self.clock.now_ms
+        self.prefill_queue.add(self.clock.now_ms, -1)
+        if request.prefill is not None:
+            self._count(self._load_p, request.prefill, request, -1)
+
+    def give_up(self, request: Request) -> None:
+        """Takes a request from all servers, in whatever state it is."""
+        self._no_handoff(request)
+        prefill, decode = request.prefill, request.decode
+        if prefill is not None and request.prefilled_ms < 0:
+            prefill.drop(request)
+            request.holds_source = False
+        elif prefill is not None:
+            self.hosts.release(request)
+        self.end_prefill(request)
+        if decode is not None:
+            self._count(self._load_d, decode, request, -1)
+            decode.forget(request)
+
+    def fail(self, request: Request) -> None:
+        """It ends with an error."""
         self.failed += 1
         request.failed = True
-        if request.holds_slot:
-            request.holds_slot = False
-            decode.give_slot()
-        decode.give_back(request.pages)
-        self._count(self._load_d, decode, request, -1)
         self._over(request)
 
-    # Host memory.
+    def again(self, request: Request, *, local: bool) -> None:
+        """Another try: from the start, or computed where the answer is written."""
+        other = request.again(self.clock.now_ms)
+        self.requests[request.place] = other
+        del self.live[request]
+        if self.gate is not None:
+            self.admission_queue.add(self.clock.now_ms, 1)
+            self.gate.offer_again(other, local=local)
+        elif local and any(server.up for server in self._decodes):
+            decode = request.decode
+            if decode is None or not decode.up:
+                decode = self._best(self._decodes, self._load_d)
+            self.begin(other, None, decode)
+        else:
+            self._route(other)
 
-    def _copy(self, server: Server, nbytes: float) -> float:
-        """When a copy over this server's PCIe that begins now is over."""
-        begin = max(self.clock.now_ms, self._pcie_ms.get(server, 0.0))
-        self._pcie_ms[server] = begin + nbytes / self._engine.pcie_bytes_ms
-        return self._pcie_ms[server]
-
-    def _spill(self, server: Server) -> None:
-        """Makes room for the next prompt by moving out the caches that have waited longest."""
-        if not self.setup.offload or not server.works or server not in self._parked:
-            return
-        wanted = server.need(server.works[0].tokens, 0) - server.pool.free
-        for request in list(self._parked[server]):
-            if wanted <= 0:
-                return
-            del self._parked[server][request]
-            request.spilled = True
-            nbytes = self.costs.kv_bytes(request.prompt)
-            self.spilled_bytes += nbytes
-            self.clock.at(self._copy(server, nbytes), self._spilled, request)
-            wanted -= server.need(request.prompt, 0)
-
-    def _spilled(self, request: Request) -> None:
-        assert request.prefill is not None
-        request.prefill.give_back(request.prefill.need(request.prompt, 0))
+    def forget(self, server: Server) -> None:
+        """A server has lost all that was in its memory, and its host's."""
+        self._prefixes.clear(server)
+        self.hosts.forget(server)
 
     def _sample(self, every_ms: float) -> None:
         self.samples.append(

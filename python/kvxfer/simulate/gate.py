@@ -8,7 +8,8 @@ import numpy as np
 
 from kvxfer.admission import Admission, Admitted, Config, Decision, Decode, Expired, Prefill, Queued
 from kvxfer.admission import Request as Asked
-from kvxfer.simulate.server import Request, Server
+from kvxfer.simulate.request import Request
+from kvxfer.simulate.server import Server
 
 if TYPE_CHECKING:
     from kvxfer.simulate.cluster import Cluster
@@ -72,6 +73,24 @@ class Gate:
         self._decided(self._admission.handle_request(self._now_s(), asked))
         self._set_alarm()
 
+    def offer_again(self, request: Request, *, local: bool) -> None:
+        """One that was in has lost a server: it comes before all that wait."""
+        self._admission.handle_failed(request.number)
+        self._asking[request.number] = request
+        asked = Asked(request.number, request.prompt, request.answer, local=local)
+        self._decided(self._admission.handle_request(self._now_s(), asked, first=True))
+        self._poll()
+        self._set_alarm()
+
+    def down(self, server: Server) -> None:
+        """A server has crashed."""
+        self._admission.handle_down(server.name)
+
+    def up(self, server: Server) -> None:
+        """And is there again."""
+        self._admission.handle_up(server.name)
+        self._poll()
+
     def choose(self, request: Request) -> Server:
         """The decode server of a request whose prompt is computed: the one that is best by now."""
         found = self._admission.handle_choice(self._now_s(), request.number)
@@ -111,7 +130,7 @@ class Gate:
         assert isinstance(decision.id, int)
         request = self._asking.pop(decision.id)
         if not isinstance(decision, Admitted):
-            self._cluster.reject(request)
+            self._cluster.reject(request, 1e3 * (decision.retry_after_s or 0.0))
         elif decision.prefill is None:
             self._cluster.begin(request, None, self._servers[decision.decode])
         else:

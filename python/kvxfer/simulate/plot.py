@@ -32,21 +32,25 @@ class Point(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One figure of each result, over the rate of arrivals."""
+    """One figure of each result, over the rate of arrivals.
+
+    `limit` is the value not to be passed: a number, or the name of an SLO in the set-up.
+    """
 
     title: str
     unit: str
     key: str
     scale: float = 1.0
     log: bool = False
+    limit: str | float | None = None
 
 
 PANELS = (
-    Panel("Time to first token, mean", "ms", "ttft_ms_mean", log=True),
-    Panel("Time to first token, 99th percentile", "ms", "ttft_ms_p99", log=True),
-    Panel("Time per token, mean", "ms", "tpot_ms_mean"),
+    Panel("Time to first token, mean", "ms", "ttft_ms_mean", log=True, limit="slo_ttft_ms"),
+    Panel("Time to first token, 99th percentile", "ms", "ttft_ms_p99", log=True, limit="slo_ttft_ms"),
+    Panel("Time per token, mean", "ms", "tpot_ms_mean", limit="slo_tpot_ms"),
     Panel("Gap between tokens, 99th percentile", "ms", "itl_ms_p99", log=True),
-    Panel("Slots held", "% of slots", "slots_used_fraction", 100.0),
+    Panel("Slots held", "% of slots", "slots_used_fraction", 100.0, limit=80.0),
     Panel("Good requests (both SLOs met)", "% of requests", "good_fraction", 100.0),
 )
 
@@ -104,10 +108,35 @@ def plain_log(axis: Any) -> None:
     axis.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
+def _draw_limit(axes: Sequence[Any], panel: Panel, points: Sequence[Point]) -> None:
+    """A grey line at the value not to be passed, where the row comes near it."""
+    limit = panel.limit
+    if isinstance(limit, str):
+        limit = float(getattr(points[0].result.setup, limit))
+    low, high = axes[0].get_ylim()
+    if limit is None or not low < limit < 1.3 * high:
+        return
+    axes[0].set_ylim(low, max(high, 1.15 * limit))
+    for axis in axes:
+        axis.axhline(limit, color="#888888", linewidth=1.0, linestyle=(0, (6, 2)), zorder=1)
+    what = "SLO" if isinstance(panel.limit, str) else "keep under"
+    axes[0].annotate(
+        f"{what}: {limit:,.6g} {panel.unit.split()[0]}",
+        (0.01, limit),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 2),
+        textcoords="offset points",
+        fontsize=7.5,
+        color="#666666",
+    )
+
+
 def draw(
     points: Sequence[Point], file: str | Path, *, x: str, title: str, panels: Sequence[Panel] = PANELS
 ) -> None:
     """Draws a row of panels for each figure and a column for each group, one line for each name.
+
+    The panels of a row have the same scale, so that groups can be compared.
 
     Args:
         points: the results.
@@ -124,7 +153,13 @@ def draw(
     names = list(dict.fromkeys(point.name for point in points))
     size = (1.2 + 3.6 * len(groups), 0.9 + 2.1 * len(panels))
     figure, axes = pyplot.subplots(
-        len(panels), len(groups), figsize=size, squeeze=False, sharex=True, layout="constrained"
+        len(panels),
+        len(groups),
+        figsize=size,
+        squeeze=False,
+        sharex=True,
+        sharey="row",
+        layout="constrained",
     )
     figure.suptitle(textwrap.fill(title, 14 + 42 * len(groups)), fontsize=10)
     for row, panel in enumerate(panels):
@@ -142,14 +177,19 @@ def draw(
                     axis.plot(*zip(*line, strict=True), label=name, **style(number))
             if panel.log:
                 plain_log(axis)
-            else:
-                axis.set_ylim(bottom=0)
             axis.grid(True, color="#dddddd", linewidth=0.6)
-            axis.set_title(f"{panel.title}\n{group}" if row == 0 else panel.title, fontsize=9)
+            if row == 0:
+                axis.annotate(
+                    group, (0.5, 1.22), xycoords="axes fraction", ha="center", fontsize=10, fontweight="bold"
+                )
+            axis.set_title(panel.title, fontsize=9)
             if column == 0:
                 axis.set_ylabel(panel.unit)
             if row == len(panels) - 1:
                 axis.set_xlabel(x)
+        if not panel.log:
+            axes[row][0].set_ylim(bottom=0)
+        _draw_limit(axes[row], panel, points)
     # One legend for all: every panel has the same lines.
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))

@@ -32,7 +32,7 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str, Callable[[Any], str]], ...]], 
             ("ms a token", "tpot_ms_mean", _MS1),
             ("completion p50", "completion_ms_p50", _MS),
             ("p99", "completion_ms_p99", _MS),
-            ("req/s", "requests_per_s", _RATE),
+            ("done/s", "requests_per_s", _RATE),
             ("goodput", "goodput_per_s", _RATE),
             ("good %", "good_fraction", _PERCENT),
         ),
@@ -64,6 +64,11 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str, Callable[[Any], str]], ...]], 
             ("posting on loop %", "loop_posting_fraction", _number(1, 100)),
             ("link %", "link_use_mean", _PERCENT),
             ("busiest", "link_use_max", _PERCENT),
+        ),
+    ),
+    (
+        "Who waits (mean, and how fast it grows)",
+        (
             ("prefill queue", "prefill_queue_mean", _number(1)),
             ("grows/s", "prefill_queue_growth_per_s", _number(2)),
             ("hand-off queue", "handoff_queue_mean", _number(1)),
@@ -84,20 +89,26 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str, Callable[[Any], str]], ...]], 
             ("failed", "failed", _COUNT),
             ("recomputed", "recomputed", _COUNT),
             ("preempted", "preemptions", _COUNT),
+            ("crashes", "crashes", _COUNT),
+            ("cut off", "cut_off", _COUNT),
+            ("tried again", "retried", _COUNT),
         ),
     ),
 )
+# Columns that say nothing where nothing of the kind happened.
+_RARE = {
+    *("offload_bytes", "rejected", "refused", "failed", "recomputed", "preemptions"),
+    *("crashes", "cut_off", "retried", "admission_wait_ms_p50", "admission_wait_ms_p99"),
+}
 
 LEGEND = (
-    "ttft: time to the first token. between tokens: gaps, over all tokens; ms a token: mean of a request's "
-    "gaps, mean over "
-    "requests. completion: from arrival to the last token. goodput: requests a second that met both SLOs; "
-    "good: their part "
-    "of all. grant: wait for decode's pages, for pull also for a slot; slot: wait for a slot with the "
-    "cache there. Levels are "
+    "ttft: time to the first token. between tokens: gaps, over all tokens; ms a token: mean of a "
+    "request's gaps, mean over requests. completion: from arrival to the last token. done/s: requests "
+    "answered a second; goodput: those of them that met both SLOs; good: their part of all. grant: wait "
+    "for decode's pages, for pull also for a slot; slot: wait for a slot with the cache there. Levels are "
     "means while requests arrive; grows: slope in that time. busiest: the NIC with the most bytes. 429: "
-    "turned away by "
-    "admission."
+    "turned away by admission, or as no server was up. cut off: answers that had begun on a server that "
+    "crashed. Columns in which all would be 0 are left out."
 )
 
 # A queue that grows by this part of what arrives has no end.
@@ -116,7 +127,12 @@ def sections(
         heads: heads of the first cells.
     """
     out = []
-    for title, columns in _SECTIONS:
+    for title, every in _SECTIONS:
+        columns = [
+            one
+            for one in every
+            if one[1] not in _RARE or any(round(result.summary[one[1]] or 0) for result in results)
+        ]
         rows = [(*heads, *(head for head, _, _ in columns))]
         for name, result in zip(names, results, strict=True):
             rows.append((*name, *(write(result.summary[key]) for _, key, write in columns)))
@@ -154,6 +170,12 @@ def notes(name: str, result: Result) -> list[str]:
             f"{name}: the prefill queue grows by {found['prefill_queue_growth_per_s']:.2f} a second while "
             f"requests arrive: prefill cannot keep up, "
             "and the figures get worse with the length of the run"
+        )
+    if found["crashes"]:
+        said.append(
+            f"{name}: {found['crashes']} crashes, and servers were away for "
+            f"{100 * found['down_fraction']:.1f} % of their time. Answers cut off: {found['cut_off']}; "
+            f"requests tried again: {found['retried']}; failed in all: {found['failed']}"
         )
     if found["preemptions"]:
         said.append(

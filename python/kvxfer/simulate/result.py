@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.simulate.cluster import Cluster, Sample, Setup
+from kvxfer.simulate.cluster import Cluster, Sample
 from kvxfer.simulate.costs import Costs
 from kvxfer.simulate.metrics import percentile, spread
-from kvxfer.simulate.server import Request
+from kvxfer.simulate.request import Request
+from kvxfer.simulate.setup import Setup
 from kvxfer.simulate.traffic import Traffic
 
 __all__ = ["Result", "simulate"]
@@ -21,7 +22,9 @@ __all__ = ["Result", "simulate"]
 Floats = npt.NDArray[np.float64]
 
 _STAGES: tuple[tuple[str, Callable[[Request], float]], ...] = (
-    ("admission_wait_ms", lambda r: r.routed_ms - r.arrival_ms),
+    # Of those that were tried again: until a crash of the first server was noticed.
+    ("lost_ms", lambda r: max(0.0, r.again_ms - r.arrival_ms)),
+    ("admission_wait_ms", lambda r: r.routed_ms - max(r.arrival_ms, r.again_ms)),
     ("prefill_wait_ms", lambda r: r.started_ms - r.routed_ms),
     ("prefill_ms", lambda r: r.prefilled_ms - r.started_ms),
     (
@@ -121,7 +124,8 @@ def simulate(setup: Setup, traffic: Traffic, costs: Costs | None = None) -> Resu
     good = int(np.count_nonzero((ttft <= setup.slo_ttft_ms) & (tpot <= setup.slo_tpot_ms)))
     run_ms = max(cluster.ended_ms, 1e-9)
     prefills, decodes = cluster.servers
-    mark = cluster.mark
+    servers = len(prefills) + len(decodes)
+    mark, crashes = cluster.mark, cluster.crashes
     gap50, gap99 = cluster.gaps.percentiles((50, 99))
     answers = sum(r.answer for r in done)
     slots = setup.slots * len(decodes)
@@ -134,6 +138,10 @@ def simulate(setup: Setup, traffic: Traffic, costs: Costs | None = None) -> Resu
         "refused": cluster.refused,
         "failed": cluster.failed,
         "recomputed": cluster.recomputed,
+        "crashes": crashes.count if crashes else 0,
+        "retried": crashes.retried if crashes else 0,
+        "cut_off": crashes.cut_off if crashes else 0,
+        "down_fraction": crashes.down_ms(run_ms) / run_ms / servers if crashes else 0.0,
         "preemptions": sum(s.preemptions for s in decodes),
         "run_s": seconds,
         "requests_per_s": len(done) / seconds,
@@ -175,8 +183,9 @@ def simulate(setup: Setup, traffic: Traffic, costs: Costs | None = None) -> Resu
         "link_busy_fraction": mark.link_used_ms / whole_ms / len(decodes),
         "jammed_fraction": _jammed_fraction(cluster, slots),
         "kv_moved_bytes": cluster.moved_bytes,
-        "offload_bytes": cluster.spilled_bytes,
+        "offload_bytes": cluster.hosts.spilled_bytes,
         "prefix_tokens": cluster.prefix_tokens,
+        "decode_prefix_tokens": cluster.decode_prefix_tokens,
         "prefill_kv_bytes_mean": costs.kv_bytes(mark.means["prefill_tokens"]),
         "prefill_kv_bytes_peak": costs.kv_bytes(cluster.prefill_tokens.peak),
         "decode_kv_bytes_mean": costs.kv_bytes(mark.means["decode_tokens"]),

@@ -14,129 +14,14 @@ from typing import Any, Protocol
 
 from kvxfer.simulate.costs import Engine
 from kvxfer.simulate.events import Clock
-from kvxfer.simulate.link import Flow, Nic
+from kvxfer.simulate.link import Nic
 from kvxfer.simulate.metrics import Gaps, Gauge
+from kvxfer.simulate.pool import Pool
+from kvxfer.simulate.request import Request, Work
 
-__all__ = ["Hooks", "Pool", "Request", "Server", "Work"]
+__all__ = ["Hooks", "Server"]
 
 _IDLE, _BOUNDARY, _STEP, _RUN, _POST = range(5)
-
-
-class Request:
-    """A request and what became of it; times are ms from the start, -1 for never."""
-
-    __slots__ = (
-        "answer", "arrival_ms", "asked_ms", "broken", "context", "decode", "end_step", "failed", "fails_at",
-        "first_ms", "flow", "granted", "granted_ms", "handing", "holds_slot", "joined_ms", "joined_step",
-        "landed_ms", "last_ms", "left", "life", "limit", "local", "moved_ms", "noticed", "number", "pages",
-        "paused_ms", "pending", "prefill", "prefilled_ms", "prompt", "queued_ms", "routed_ms", "sent",
-        "spilled", "started_ms",
-    )  # fmt: skip
-
-    def __init__(self, number: int, arrival_ms: float, prompt: int, answer: int, fails_at: float) -> None:
-        self.number = number
-        self.arrival_ms = arrival_ms
-        self.prompt = prompt
-        self.answer = answer
-        # Part of the bytes after which the hand-off breaks; 2 is never.
-        self.fails_at = fails_at
-        self.prefill: Server | None = None
-        self.decode: Server | None = None
-        self.pages = 0  # tokens reserved at decode
-        self.context = prompt  # tokens that a server must have in its cache to go on
-        self.left = answer
-        self.joined_step = 0
-        self.end_step = 0
-        self.life = 0  # counts preemptions: what was planned before one is void
-        self.holds_slot = False
-        self.granted = False
-        self.handing = False  # counted in the hand-off queue
-        self.local = False  # the prompt is computed where the answer is written
-        self.broken = False  # its hand-off broke, which is noticed later
-        self.noticed = False
-        self.failed = False
-        self.spilled = False
-        self.pending = 0  # tokens computed and not yet pushed
-        self.sent = 0.0  # bytes given to the link
-        self.limit = 0.0  # bytes after which it breaks, or all
-        self.flow: Flow | None = None
-        self.routed_ms = self.asked_ms = self.granted_ms = self.queued_ms = -1.0
-        self.started_ms = self.prefilled_ms = self.moved_ms = self.landed_ms = self.joined_ms = -1.0
-        self.first_ms = self.last_ms = self.paused_ms = -1.0
-
-
-class Work:
-    """A prompt, or a cache to build anew, to compute."""
-
-    __slots__ = ("base", "done", "holds_pages", "local", "request", "returns", "tokens")
-
-    def __init__(
-        self,
-        request: Request,
-        tokens: int,
-        *,
-        local: bool,
-        base: int = 0,
-        holds_pages: bool = False,
-        returns: bool = False,
-    ) -> None:
-        self.request = request
-        self.tokens = tokens
-        self.local = local
-        self.base = base  # of the tokens, those found in a prefix cache
-        self.done = base
-        self.holds_pages = holds_pages
-        self.returns = returns  # lost its cache to others
-
-
-class Pool:
-    """Room for KV, in tokens. Those who wait for some get it in the order they asked."""
-
-    __slots__ = ("_waiting", "gauge", "total", "used")
-
-    def __init__(self, total: int, gauge: Gauge) -> None:
-        self.total = total
-        self.used = 0
-        self.gauge = gauge
-        self._waiting: deque[tuple[int, Callable[[Any], None], Any]] = deque()
-
-    @property
-    def free(self) -> int:
-        """Tokens that nobody holds."""
-        return self.total - self.used
-
-    @property
-    def waiting(self) -> int:
-        """How many wait."""
-        return len(self._waiting)
-
-    def take(self, now_ms: float, tokens: int) -> bool:
-        """Takes room if there is, past those who wait."""
-        if tokens > self.total - self.used:
-            return False
-        self.used += tokens
-        self.gauge.add(now_ms, tokens)
-        return True
-
-    def ask(self, now_ms: float, tokens: int, then: Callable[[Any], None], what: Any) -> None:
-        """Calls `then(what)` once room is taken: at once, or when others gave it back."""
-        if not self._waiting and self.take(now_ms, tokens):
-            then(what)
-        else:
-            self._waiting.append((tokens, then, what))
-
-    def ask_first(self, now_ms: float, tokens: int, then: Callable[[Any], None], what: Any) -> None:
-        """The same, before all others."""
-        self._waiting.appendleft((tokens, then, what))
-        self.give(now_ms, 0)
-
-    def give(self, now_ms: float, tokens: int) -> None:
-        """Gives room back."""
-        self.used -= tokens
-        self.gauge.add(now_ms, -tokens)
-        while self._waiting and self.take(now_ms, self._waiting[0][0]):
-            _, then, what = self._waiting.popleft()
-            then(what)
 
 
 class Hooks(Protocol):
@@ -203,7 +88,9 @@ class Server:
         self.busy_ms = 0.0
         self.posting_ms = 0.0
         self.preemptions = 0
-        self.slots_free = slots
+        self.up = True
+        self.lives = 0  # counts crashes: what was under way before one is void
+        self.slots_free = self._slots_all = slots
         self._returning = 0  # that lost their cache, have pages again, and wait for a slot
         self._computing: list[Work] = []
         self._ready: deque[Request] = deque()
@@ -222,6 +109,7 @@ class Server:
         self._kv = 0
         self._token_ms = 0.0  # when the last tokens came
         self._thread_ms = 0.0  # until when the thread is busy
+        self._step_ends_ms = 0.0
         self._owed_ms = 0.0  # calls that the loop has made
         # The run of steps under way.
         self._version = 0
@@ -286,6 +174,61 @@ class Server:
         if grows and self.pool.free < (self._planned - self._grown) * len(self._running):
             self._cut()
 
+    def forget(self, request: Request) -> None:
+        """Gives up what a request that was to be handed off waits for here, and what it holds."""
+        self.pool.forget(self.clock.now_ms, request)
+        if request in self.pulls:
+            self.pulls.remove(request)
+        if request.holds_slot:
+            request.holds_slot = False
+            self.give_slot()
+        if request.holds_pages:
+            request.holds_pages = False
+            self.give_back(request.pages)
+        self.poke()
+
+    def drop(self, request: Request) -> None:
+        """Does not compute its prompt, or no further than to the end of the step."""
+        for work in [*self._computing, *self.works]:
+            if work.request is request:
+                (self._computing if work in self._computing else self.works).remove(work)
+                work.dropped = True
+                if work.holds_pages:
+                    self.pool.give(self.clock.now_ms, self._pages_of(work))
+        self.poke()
+
+    def crash(self) -> list[Work]:
+        """Loses all that it has. The result are the prompts that it would have computed."""
+        now = self.clock.now_ms
+        lost = [*self._computing, *self.works]
+        if self._state == _STEP:
+            self.busy_ms -= self._step_ends_ms - now
+        elif self._state == _RUN:
+            steps = int(self._steps_by_now())
+            self.busy_ms += max(0.0, now - self._began_ms)
+            if steps > 1:
+                told = (steps - 1) * len(self._running)
+                self._gaps.add((self._length_ms(steps) - self._first_step_ms) / (steps - 1), told)
+        self.up = False
+        self.lives += 1
+        self._version += 1
+        self._state = _IDLE
+        for queue in (self.works, self.pulls, self._computing, self._ready):
+            queue.clear()
+        for later in (self._posts, self._fresh, self._ends):
+            later.clear()
+        self._running.clear()
+        self._kv = self._returning = self._planned = self._grown = 0
+        self._owed_ms, self._thread_ms = 0.0, now
+        self._slots.add(now, self.slots_free - self._slots_all)
+        self.slots_free = self._slots_all
+        self.pool.clear(now)
+        return lost
+
+    def repair(self) -> None:
+        """It is there again, empty."""
+        self.up = True
+
     def poke(self) -> None:
         """Something to do may have come."""
         if self._state == _IDLE:
@@ -323,7 +266,7 @@ class Server:
             takes_ms, then, what = self._posts.popleft()
             self._state = _POST
             self.posting_ms += takes_ms
-            self.clock.after(takes_ms, self._posted, (then, what))
+            self.clock.after(takes_ms, self._posted, (self.lives, then, what))
             return
         if not self._whole:
             self._make_room()
@@ -335,10 +278,12 @@ class Server:
         else:
             self._state = _IDLE
 
-    def _posted(self, call: tuple[Callable[[Any], None], Any]) -> None:
-        self._state = _BOUNDARY
-        call[0](call[1])
-        self._boundary()
+    def _posted(self, call: tuple[int, Callable[[Any], None], Any]) -> None:
+        life, then, what = call
+        if life == self.lives:
+            self._state = _BOUNDARY
+            then(what)
+            self._boundary()
 
     @property
     def _open_slots(self) -> int:
@@ -416,15 +361,20 @@ class Server:
         self._start_tokens(takes_ms)
         self._state = _STEP
         self.busy_ms += takes_ms
-        self.clock.after(takes_ms, self._chunks_done, chunks)
+        self._step_ends_ms = self.clock.now_ms + takes_ms
+        self.clock.after(takes_ms, self._chunks_done, (self.lives, chunks))
 
-    def _chunks_done(self, chunks: list[tuple[Work, int]]) -> None:
+    def _chunks_done(self, step: tuple[int, list[tuple[Work, int]]]) -> None:
+        life, chunks = step
+        if life != self.lives:
+            return
         self._state = _BOUNDARY
         self._advance(1, self.clock.now_ms)
         for work, size in chunks:
+            if work.dropped:
+                continue
             work.done += size
-            if not work.local:
-                self._hooks.on_chunk(work, size)
+            self._hooks.on_chunk(work, size)
             if work.done == work.tokens:
                 self._computing.remove(work)
                 if work.local:

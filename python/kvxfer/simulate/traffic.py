@@ -8,11 +8,18 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Traffic", "TrafficError", "bursts", "poisson", "read_trace", "users"]
+from kvxfer.simulate.prefixes import BLOCK
+
+if TYPE_CHECKING:
+    # For types only: Python itself has it from 3.11 on.
+    from typing_extensions import Unpack
+
+__all__ = ["Shape", "Traffic", "TrafficError", "bursts", "poisson", "read_trace", "users"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -49,6 +56,30 @@ class Traffic:
         return len(self.prompts)
 
 
+class _Means(TypedDict):
+    prompt: int
+    answer: int
+
+
+class Shape(_Means, total=False):
+    """What requests look like, for `poisson`, `bursts` and `users`.
+
+    Args:
+        prompt: tokens of a prompt, on average.
+        answer: tokens of an answer, on average.
+        spread: sigma of lognormal lengths of prompts; 0 (the default) gives all the same.
+        answer_spread: the same of answers.
+        shared_prefix: tokens at the front of every prompt with which others begin too (a system prompt, a
+            document), in whole blocks of 512; by default none.
+        prefixes: how many such fronts there are; each prompt has one of them.
+    """
+
+    spread: float
+    answer_spread: float
+    shared_prefix: int
+    prefixes: int
+
+
 def _lengths(rng: np.random.Generator, count: int, mean: int, spread: float, least: int) -> Ints:
     if mean < least:
         raise TrafficError(f"a length of {mean} tokens: it must be {least} or more")
@@ -69,26 +100,52 @@ def _checked(count: int, qps: float) -> None:
         raise TrafficError(f"{qps} requests a second: it must be above 0")
 
 
+def _blocks(
+    rng: np.random.Generator, lengths: Ints, tokens: int, prefixes: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """Names of blocks of prompts that begin with one of so many prefixes, each as often as the others."""
+    if not tokens:
+        return None
+    if tokens < BLOCK or prefixes < 1:
+        raise TrafficError(
+            f"{prefixes} shared prefixes of {tokens} tokens: there must be 1 or more, and of {BLOCK} tokens "
+            f"or more, as prefixes are found by blocks of {BLOCK}"
+        )
+    each = tokens // BLOCK
+    which = rng.integers(prefixes, size=len(lengths))
+    return tuple(
+        tuple(range(int(p) * each, int(p) * each + min(each, int(length) // BLOCK)))
+        for p, length in zip(which, lengths, strict=True)
+    )
+
+
 def _make(
     rng: np.random.Generator,
-    prompt: int,
-    answer: int,
-    spread: float,
-    answer_spread: float,
     arrivals: Floats,
     name: str,
+    *,
+    prompt: int,
+    answer: int,
+    spread: float = 0.0,
+    answer_spread: float = 0.0,
+    shared_prefix: int = 0,
+    prefixes: int = 1,
     users: int = 0,
 ) -> Traffic:
     count = len(arrivals)
-    shape = f"prompts of {prompt:,} tokens, answers of {answer:,}"
+    words = f"prompts of {prompt:,} tokens, answers of {answer:,}"
     if spread or answer_spread:
-        shape += f" on average (sigma of lognormals: {spread:g} and {answer_spread:g})"
+        words += f" on average (sigma of lognormals: {spread:g} and {answer_spread:g})"
+    if shared_prefix:
+        words += f", the first {shared_prefix:,} tokens from {prefixes} prefixes"
+    lengths = _lengths(rng, count, prompt, spread, 1)
     return Traffic(
         arrivals_ms=arrivals,
-        prompts=_lengths(rng, count, prompt, spread, 1),
+        prompts=lengths,
         answers=_lengths(rng, count, answer, answer_spread, 1),
         luck=rng.random(count),
-        name=f"{name}, {shape}",
+        blocks=_blocks(rng, lengths, shared_prefix, prefixes),
+        name=f"{name}, {words}",
         users=users,
     )
 
@@ -97,11 +154,8 @@ def poisson(
     *,
     qps: float,
     requests: int,
-    prompt: int,
-    answer: int,
-    spread: float = 0.0,
-    answer_spread: float = 0.0,
     seed: int = 0,
+    **shape: Unpack[Shape],
 ) -> Traffic:
     """Requests that know nothing of each other.
 
@@ -110,44 +164,35 @@ def poisson(
     Args:
         qps: requests a second, on average.
         requests: how many.
-        prompt: tokens of a prompt, on average.
-        answer: tokens of an answer, on average.
-        spread: sigma of lognormal lengths of prompts; 0 gives all the same.
-        answer_spread: the same of answers.
         seed: decides all draws.
+        shape: lengths, and what prompts have in common.
     """
     _checked(requests, qps)
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1.0, requests)) * 1e3 / qps
-    return _make(rng, prompt, answer, spread, answer_spread, arrivals, f"Poisson, {qps:g} req/s")
+    return _make(rng, arrivals, f"Poisson, {qps:g} req/s", **shape)
 
 
 def bursts(
     *,
     qps: float,
     requests: int,
-    prompt: int,
-    answer: int,
     factor: float = 4.0,
     burst_s: float = 10.0,
     every_s: float = 60.0,
-    spread: float = 0.0,
-    answer_spread: float = 0.0,
     seed: int = 0,
+    **shape: Unpack[Shape],
 ) -> Traffic:
     """Poisson arrivals whose rate is `factor` times as high in the last `burst_s` of every `every_s` seconds.
 
     Args:
         qps: requests a second outside of bursts.
         requests: how many.
-        prompt: tokens of a prompt, on average.
-        answer: tokens of an answer, on average.
         factor: rate within a burst over the one outside, 1 or more.
         burst_s: length of a burst, in seconds.
         every_s: from the end of one burst to that of the next, in seconds.
-        spread: sigma of lognormal lengths of prompts.
-        answer_spread: the same of answers.
         seed: decides all draws.
+        shape: lengths, and what prompts have in common.
     """
     _checked(requests, qps)
     if factor < 1 or not 0 < burst_s <= every_s:
@@ -163,29 +208,23 @@ def bursts(
     within_s = np.where(rest < quiet, rest / qps, every_s - burst_s + (rest - quiet) / (qps * factor))
     arrivals = (rounds * every_s + within_s) * 1e3
     name = f"Poisson, {qps:g} req/s, and {factor:g} x that for {burst_s:g} s of every {every_s:g}"
-    return _make(rng, prompt, answer, spread, answer_spread, arrivals, name)
+    return _make(rng, arrivals, name, **shape)
 
 
 def users(
     *,
     users: int,
     requests: int,
-    prompt: int,
-    answer: int,
-    spread: float = 0.0,
-    answer_spread: float = 0.0,
     seed: int = 0,
+    **shape: Unpack[Shape],
 ) -> Traffic:
     """So many requests under way at any time: each user sends the next when the last has ended.
 
     Args:
         users: how many.
         requests: in all.
-        prompt: tokens of a prompt, on average.
-        answer: tokens of an answer, on average.
-        spread: sigma of lognormal lengths of prompts.
-        answer_spread: the same of answers.
         seed: decides all draws.
+        shape: lengths, and what prompts have in common.
     """
     _checked(requests, 1.0)
     if users < 1:
@@ -193,7 +232,7 @@ def users(
     rng = np.random.default_rng(seed)
     # A millisecond between the first ones keeps them from being one batch.
     first = np.arange(requests, dtype=np.float64)
-    return _make(rng, prompt, answer, spread, answer_spread, first, f"{users} users at a time", users)
+    return _make(rng, first, f"{users} users at a time", users=users, **shape)
 
 
 def _mooncake(path: Path) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.request import RequestStatus
@@ -40,9 +41,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["KvxferConnector", "KvxferMetadata"]
+__all__ = ["KvxferConnector", "KvxferMetadata", "KvxferRefusals"]
 
 _log = logging.getLogger("vllm.kvxfer")
 
@@ -52,6 +54,17 @@ class KvxferMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
+
+
+class KvxferRefusals(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Requests whose rooms the workers' agents refused, and why, in the class that vLLM asks for."""
+
+    def __init__(self, why: dict[str, str]) -> None:
+        self.why = why
+
+    def aggregate(self, other: KvxferRefusals) -> KvxferRefusals:
+        """All ranks'."""
+        return KvxferRefusals({**other.why, **self.why})
 
 
 class _Copied:
@@ -90,8 +103,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             config.kv_connector_extra_config,
             role=config.kv_role,
             engine=config.engine_id,
-            policy=config.kv_load_failure_policy,
             dp_index=parallel.data_parallel_index,
+            dp_size=parallel.data_parallel_size,
         )
         groups = len(kv_cache_config.kv_cache_groups)
         if groups > 1:
@@ -110,9 +123,13 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._saved_s = 0.0
         self._began_s = 0.0
         self._worked = False
+        self._refused: dict[str, str] = {}
+        self._recomputes: bool = config.kv_load_failure_policy == "recompute"
         if role == KVConnectorRole.SCHEDULER:
             self._books = Books(self._kx, self._block_size)
             self._told = (0, 0)
+            # Requests that the agents refused, until vLLM asks about them again.
+            self._to_fail: dict[str, str] = {}
 
     # Scheduler's side
 
@@ -121,13 +138,17 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         books, name, params = self._its_books(), request.request_id, request.kv_transfer_params
         if request.abort_immediately:
             books.rejected(name, params)
-        else:
-            books.new_request(name, params, request.num_prompt_tokens)
+        elif (why := books.new_request(name, params, request.num_prompt_tokens)) is not None:
+            _fail(request, why)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How much of the prompt comes from the prefill engine."""
+        if (why := self._to_fail.pop(request.request_id, None)) is not None:
+            _fail(request, why)
+            # It is not scheduled now, and never again.
+            return None, False
         return self._its_books().matched(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -152,12 +173,25 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether a request's pages must stay, and the room for the proxy."""
+        self._to_fail.pop(request.request_id, None)
         aborted = request.status in (
             RequestStatus.FINISHED_ABORTED,
             RequestStatus.FINISHED_IGNORED,
             RequestStatus.FINISHED_ERROR,
         )
         return self._its_books().finished(request.request_id, aborted=aborted)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the workers report of a step."""
+        books, failed = self._its_books(), connector_output.failed_recving or set()
+        for name in connector_output.finished_recving or ():
+            if name not in failed:
+                books.loaded(name)
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KvxferRefusals):
+            for name, why in meta.why.items():
+                if (text := books.refused_by_agent(name, why)) is not None and self._recomputes:
+                    self._to_fail[name] = text
 
     def has_pending_push_work(self) -> bool:
         """Whether another step must bring orders to the workers. Pushes themselves need no steps."""
@@ -225,6 +259,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ucx_tls=self._kx.ucx_tls,
             staging=self._kx.staging,
             cpu=self._kx.cpu,
+            quarantine_limit=self._kx.quarantine_limit,
         )
         self._layers = {name: held.start + i for i, name in enumerate(kv_caches)}
         self._rank = Rank(
@@ -294,11 +329,17 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._rank.stats.hook("save", self._saved_s)
             self._rank.stats.hook("poll", time.perf_counter() - began)
         self._saved_s = 0.0
+        self._refused.update(results.refused)
         return KVConnectorTransferResults(
             finished_sending=results.sent,
             finished_recving=results.received,
             failed_recving=results.failed,
         )
+
+    def build_connector_worker_meta(self) -> KvxferRefusals | None:
+        """What the scheduler's half must know of this step."""
+        refused, self._refused = self._refused, {}
+        return KvxferRefusals(refused) if refused else None
 
     def shutdown(self) -> None:
         """Gives every room up and stops the agent."""
@@ -415,6 +456,25 @@ def _needs_all_pages(spec: Any) -> None:
                 " runs; KvxferConnector hands off full attention so far: start vLLM with"
                 " --disable-hybrid-kv-cache-manager if the model has full attention too"
             )
+
+
+class _Refusal:
+    """What stands in a request for a grammar that did not compile."""
+
+    def __init__(self, why: str) -> None:
+        self.grammar = kx.BadArgument(f"no fault of the grammar, but of the KV hand-off: {why}")
+
+
+def _fail(request: Request, why: str) -> None:
+    """Ends a request with an error when it is its turn.
+
+    vLLM has one way for a connector to fail a request: a load that failed. That is no error with
+    `kv_load_failure_policy` 'recompute', nor where the prompt is computed anyway for its logprobs. So the
+    request goes the way of one whose grammar did not compile: it gets no pages, and ends with FINISHED_ERROR;
+    0.33 also says why.
+    """
+    request.structured_output_request = _Refusal(why)
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -50,12 +50,12 @@ class Orders:
     opens: list[Open] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
+    # Rooms for whose prompts nobody will come.
+    given_up: list[int] = field(default_factory=list)
     # Requests that ended before their hand-off did.
     cancels: list[str] = field(default_factory=list)
     # Requests that ended, and whose pages wait for `finished_sending`.
     finished: list[str] = field(default_factory=list)
-    # Requests that cannot be had from elsewhere: to be reported as failed loads at once.
-    rejects: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return any(
@@ -64,8 +64,8 @@ class Orders:
                 self.opens,
                 self.chunks,
                 self.grants,
+                self.given_up,
                 self.cancels,
                 self.finished,
-                self.rejects,
             )
         )

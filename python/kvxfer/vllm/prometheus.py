@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvxfer.vllm import stats as numbers
@@ -76,6 +76,10 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name: metric_types[Counter](name=metric, documentation=text, labelnames=labelnames)
             for name, (metric, text) in numbers.COUNTERS.items()
         }
+        self._gauges = {
+            name: metric_types[Gauge](name=metric, documentation=text, labelnames=labelnames)
+            for name, (metric, text) in numbers.GAUGES.items()
+        }
         self._series = {
             name: metric_types[Histogram](
                 name=metric, documentation=text, labelnames=labelnames, buckets=_BUCKETS
@@ -88,7 +92,7 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         )
         # So that each is there from the start, at 0.
         for values in per_engine_labelvalues.values():
-            for item in (*self._counters.values(), *self._series.values()):
+            for item in (*self._counters.values(), *self._gauges.values(), *self._series.values()):
                 item.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -97,6 +101,9 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for name, counter in self._counters.items():
             if amount := transfer_stats_data.get(name):
                 counter.labels(*values).inc(amount)
+        for name, gauge in self._gauges.items():
+            if change := transfer_stats_data.get(name):
+                gauge.labels(*values).inc(change)
         for name, histogram in self._series.items():
             for seconds in transfer_stats_data.get(name, ()):
                 histogram.labels(*values).observe(seconds)

@@ -6,13 +6,15 @@ Pure bookkeeping: it takes requests, pages and tokens as plain values, so it is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvxfer._kvxfer import new_room
+from kvxfer.errors import BadArgument
 from kvxfer.vllm.meta import Chunk, Grant, Open, Orders
-from kvxfer.vllm.settings import Settings
+from kvxfer.vllm.settings import Settings, split_address
 
 __all__ = ["Books", "Scheduled"]
 
@@ -51,75 +53,88 @@ class _In:
     room: int
     source: str
     prompt: int
+    came_s: float = 0.0
     # Tokens that were in the prefix cache when vLLM last asked.
     cached: int = 0
     granted: bool = False
+    loaded_s: float | None = None
 
 
 class Books:
     """Requests and rooms of one engine's scheduler."""
 
-    def __init__(self, settings: Settings, block_size: int) -> None:
+    def __init__(
+        self, settings: Settings, block_size: int, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._settings = settings
         self._block_size = block_size
+        self._clock = clock
         self._out: dict[str, _Out] = {}
         self._in: dict[str, _In] = {}
-        # Requests to fail, until vLLM has given them pages: only then can it be told.
-        self._refused: dict[str, str] = {}
         self._orders = Orders()
         self.missing_rooms = 0
         self.refused_requests = 0
 
-    def new_request(self, request: str, params: Mapping[str, Any] | None, prompt: int) -> None:
-        """A request has come. What is wrong with it is found and said here, and it fails when it is its
-        turn.
+    def new_request(self, request: str, params: Mapping[str, Any] | None, prompt: int) -> str | None:
+        """A request has come. The answer is what is wrong with it, for which it is to fail; None if nothing
+        is.
         """
+        if params and (room := _room(params.get("give_up"))) is not None:
+            # From a proxy whose decode leg failed. The prefill leg may have ended, and cannot be aborted.
+            self._orders.given_up.append(room)
+            return None
         asks = [key for key in _ASKS if params and params.get(key)]
         if not asks:
             # A proxy that says no to both means it: decode computes this one by itself.
             meant = params is not None and all(params.get(key) is False for key in _ASKS)
             if self._settings.role != "kv_both" and not meant:
-                self._missing(request, "it came without kv_transfer_params")
-            return
+                return self._missing(request, "it came without kv_transfer_params")
+            return None
         if len(asks) == 2:
-            self._refuse(
+            return self._refuse(
                 request, "its kv_transfer_params ask for both do_remote_decode and do_remote_prefill"
             )
-            return
         assert params is not None
         fits = self._settings.prefills if asks[0] == "do_remote_decode" else self._settings.decodes
         if not fits:
-            self._refuse(
+            return self._refuse(
                 request,
                 f"it is a {_ASKS[asks[0]]} ({asks[0]}), but this server is a {self._settings.role}:"
                 " the proxy's lists of prefill and decode servers are the wrong way round",
             )
-            return
         room = params.get("room")
         if room is None and asks[0] == "do_remote_decode":
             # A proxy that calls prefill first and gives the answer's kv_transfer_params to decode needs no
             # room of its own.
             room = new_room()
         if room is None:
-            self._missing(request, "its kv_transfer_params have no room")
-            return
+            return self._missing(request, "its kv_transfer_params have no room")
         number = _room(room)
         if number is None:
-            self._refuse(request, f"room={room!r} is no number of 63 bits: take kvxfer.new_room()")
-            return
+            return self._refuse(request, f"room={room!r} is no number of 63 bits: take kvxfer.new_room()")
         if any(item.room == number for books in (self._out, self._in) for item in books.values()):
-            self._refuse(request, f"room {number} is in use by another request: each needs one of its own")
-            return
-        if asks[0] == "do_remote_decode":
-            self._out[request] = _Out(number, prompt)
-            return
-        source = params.get("source")
-        if not isinstance(source, str) or not source:
-            self._refuse(
-                request, f"source={source!r}: must be host:port of the prefill server's kvxfer directory"
+            return self._refuse(
+                request, f"room {number} is in use by another request: each needs one of its own"
             )
-            return
-        self._in[request] = _In(number, source, prompt)
+        source = params.get("source")
+        if asks[0] == "do_remote_decode":
+            if self._settings.dp_size > 1 and _port(source) not in (None, _port(self._settings.directory)):
+                return self._refuse(
+                    request,
+                    f"the decode leg was told source={source!r}, but data-parallel engine"
+                    f" {self._settings.dp_index} of {self._settings.dp_size} has the prompt, whose directory"
+                    f" is {self._settings.directory}: choose decode late (kvxfer proxy --decode-choice late),"
+                    " or give each engine its own API server (--data-parallel-external-lb) and source",
+                )
+            self._out[request] = _Out(number, prompt)
+            return None
+        if (why := _not_a_source(source)) is not None:
+            return self._refuse(
+                request,
+                f"source={source!r}: must be host:port of the prefill server's kvxfer directory{why}",
+            )
+        self._in[request] = _In(number, str(source), prompt, came_s=self._clock())
+        return None
 
     def rejected(self, request: str, params: Mapping[str, Any] | None) -> None:
         """vLLM's front end has turned a request away before it was one, and tells only what it asked for: a
@@ -136,9 +151,6 @@ class Books:
         """How many tokens after the `computed` ones come from elsewhere, and whether while the engine goes
         on.
         """
-        if request in self._refused:
-            # Asking for one token is what gives it pages, so that its load can fail.
-            return 1, True
         item = self._in.get(request)
         if item is None or item.granted:
             return 0, False
@@ -148,9 +160,6 @@ class Books:
 
     def allocated(self, request: str, blocks: Iterable[int], tokens: int) -> None:
         """vLLM has given a request its pages, of which `tokens` tokens are to come from elsewhere."""
-        if tokens > 0 and self._refused.pop(request, None) is not None:
-            self._orders.rejects.append(request)
-            return
         item = self._in.get(request)
         if item is None or item.granted:
             return
@@ -163,6 +172,15 @@ class Books:
         end = item.cached + tokens
         pages = tuple(blocks)[item.cached // size : -(-end // size)]
         self._orders.grants.append(Grant(request, item.room, item.source, item.cached, end, pages))
+
+    def loaded(self, request: str) -> None:
+        """A request's prompt is there."""
+        if (item := self._in.get(request)) is not None and item.granted:
+            item.loaded_s = self._clock()
+
+    def refused_by_agent(self, request: str, why: str) -> str | None:
+        """The agent of a rank could not take a request's room; what it is to fail for."""
+        return self._refuse(request, why) if request in self._in else None
 
     def step(self, scheduled: Iterable[Scheduled], preempted: Collection[str]) -> Orders:
         """The orders of a step, and clean books for the next one."""
@@ -194,8 +212,10 @@ class Books:
 
     def finished(self, request: str, *, aborted: bool) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Whether its pages must stay, and what its answer tells the proxy."""
-        self._refused.pop(request, None)
         if (item := self._in.pop(request, None)) is not None:
+            if item.loaded_s is not None:
+                # For the proxy, which tells the hand-off's time from the wait for a slot by it.
+                return False, {"loaded_ms": round((item.loaded_s - item.came_s) * 1e3, 3)}
             if item.granted:
                 # vLLM itself keeps the pages of a load that it waits for. One that has ended is not known to
                 # the worker any more, and cancelling it does nothing.
@@ -233,15 +253,15 @@ class Books:
         self._orders.grants.append(Grant(request, item.room, item.source, item.prompt, item.prompt, ()))
         self._orders.cancels.append(request)
 
-    def _missing(self, request: str, why: str) -> None:
+    def _missing(self, request: str, why: str) -> str | None:
         self.missing_rooms += 1
         if self._settings.on_missing_room == "reject":
-            self._refuse(
+            return self._refuse(
                 request,
                 f"{why}, and on_missing_room is 'reject': send requests to the proxy (kvxfer proxy), not to a"
                 f" {self._settings.role} server",
             )
-        elif self.missing_rooms == 1:
+        if self.missing_rooms == 1:
             _log.warning(
                 "kvxfer: request %s is computed here alone, since %s. Requests should come through the proxy"
                 " (kvxfer proxy); this %s server counts them (kvxfer_missing_rooms) and says so once.",
@@ -249,11 +269,30 @@ class Books:
                 why,
                 self._settings.role,
             )
+        return None
 
-    def _refuse(self, request: str, why: str) -> None:
+    def _refuse(self, request: str, why: str) -> str:
         self.refused_requests += 1
-        self._refused[request] = why
         _log.error("kvxfer: request %s is refused: %s", request, why)
+        return why
+
+
+def _not_a_source(source: object) -> str | None:
+    """What is wrong with the address of a directory, in as far as it is a text; None if nothing is."""
+    if not isinstance(source, str) or not source:
+        return ""
+    try:
+        _, port = split_address(source)
+    except BadArgument as error:
+        return f" ({error})"
+    return None if port else " (it has no port)"
+
+
+def _port(source: object) -> int | None:
+    """The port of an address; None if there is none."""
+    if not isinstance(source, str) or _not_a_source(source) is not None:
+        return None
+    return split_address(source)[1]
 
 
 def _room(value: object) -> int | None:

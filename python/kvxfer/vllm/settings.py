@@ -8,7 +8,15 @@ from typing import Any, Literal, cast, get_args
 
 from kvxfer.errors import BadArgument, NotSupported
 
-__all__ = ["DEFAULT_PORT", "NOT_USED", "Settings", "read_settings", "refuse_fields", "split_address"]
+__all__ = [
+    "DEFAULT_PORT",
+    "NOT_SET",
+    "NOT_USED",
+    "Settings",
+    "read_settings",
+    "refuse_fields",
+    "split_address",
+]
 
 DEFAULT_PORT = 8998
 
@@ -36,6 +44,24 @@ NOT_USED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 _DEVICES = ("cpu",)
 
+# Fields of `Settings` that are no keys of kv_connector_extra_config.
+NOT_SET = {"role", "engine", "dp_index", "dp_size"}
+
+# Keys that only some roles look at, and what to do about them elsewhere.
+_ONLY_IN: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (
+        "directory",
+        ("kv_producer", "kv_both"),
+        "a decode engine is told its prefill engine's directory by each request (source); leave it out",
+    ),
+    (
+        "on_missing_room",
+        ("kv_producer", "kv_consumer"),
+        "requests without a room are at home on such a server and always computed; leave it out",
+    ),
+    ("verify", ("kv_consumer", "kv_both"), "decode asks for checksums; set it there"),
+)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -58,6 +84,10 @@ class Settings:
     model: str | None
     unit: Unit
     cpu: int | None
+    quarantine_limit: int | None
+    evict_file: str | None
+    dp_index: int = 0
+    dp_size: int = 1
 
     @property
     def prefills(self) -> bool:
@@ -81,7 +111,7 @@ class Settings:
             return join_address(host, 0)
         if self.prefills:
             return join_address(host, split_address(self.directory)[1] or DEFAULT_PORT)
-        return join_address(host, port or 0)
+        return join_address(host, port + self.dp_index if port else 0)
 
 
 def split_address(text: str) -> tuple[str, int | None]:
@@ -134,8 +164,8 @@ def read_settings(
     *,
     role: str,
     engine: str,
-    policy: str = "fail",
     dp_index: int = 0,
+    dp_size: int = 1,
 ) -> Settings:
     """Reads `kv_connector_extra_config`.
 
@@ -143,8 +173,8 @@ def read_settings(
         extra: the keys that the user gave.
         role: `kv_role`.
         engine: `engine_id`, the name by which other engines know this one.
-        policy: `kv_load_failure_policy`.
-        dp_index: index of this data-parallel engine, which is added to the directory's port.
+        dp_index: index of this data-parallel engine, which is added to the directory's and to decode's port.
+        dp_size: how many of them there are.
 
     Raises:
         BadArgument: for a key that is not known, a value out of range, or keys that clash.
@@ -152,6 +182,7 @@ def read_settings(
     if role not in get_args(Role):
         raise BadArgument(f"kv_role={role!r}: must be one of {', '.join(get_args(Role))}")
     left = dict(extra)
+    _refuse_in_role(left, role)
     listen = _text(left, "listen") or "127.0.0.1"
     host, listen_port = split_address(listen)
     directory = _text(left, "directory")
@@ -171,12 +202,9 @@ def read_settings(
     port = (DEFAULT_PORT if directory_port is None else directory_port) + dp_index
     if prefills and not 0 < port <= 65535:
         raise BadArgument(f"directory={directory!r}: the port must be fixed, since others are told of it")
+    if listen_port and listen_port + dp_index > 65535:
+        raise BadArgument(f"listen={listen!r}: data-parallel engine {dp_index} has no port after it")
     on_missing_room = cast(MissingRoom, _choice(left, "on_missing_room", get_args(MissingRoom), "compute"))
-    if on_missing_room == "reject" and policy != "fail":
-        raise BadArgument(
-            f"on_missing_room='reject' with kv_load_failure_policy={policy!r}: vLLM would compute the request"
-            " after all; set the policy to 'fail'"
-        )
     verify = _choice(left, "verify", ("full", "sample", "none"), "none")
     settings = Settings(
         role=cast(Role, role),
@@ -193,10 +221,14 @@ def read_settings(
         ucx_tls=_text(left, "ucx_tls"),
         model=_text(left, "model"),
         unit=cast(Unit, _choice(left, "unit", get_args(Unit), "tile")),
-        cpu=_index(left, "cpu"),
+        cpu=_index(left, "cpu", "the number of a core"),
+        quarantine_limit=_index(left, "quarantine_limit", "a number of pages"),
+        evict_file=_text(left, "evict_file"),
+        dp_index=dp_index,
+        dp_size=dp_size,
     )
     if left:
-        known = sorted(set(Settings.__dataclass_fields__) - {"role", "engine"})
+        known = sorted(set(Settings.__dataclass_fields__) - NOT_SET)
         raise BadArgument(
             f"kv_connector_extra_config has {', '.join(map(repr, sorted(left)))}, which KvxferConnector does"
             f" not know; it knows {', '.join(known)}"
@@ -234,8 +266,18 @@ def _flag(left: dict[str, Any], key: str) -> bool:
     return value
 
 
-def _index(left: dict[str, Any], key: str) -> int | None:
+def _index(left: dict[str, Any], key: str, what: str) -> int | None:
     value = left.pop(key, None)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise BadArgument(f"{key}={value!r}: must be the number of a core")
+        raise BadArgument(f"{key}={value!r}: must be {what}, 0 or more")
     return value
+
+
+def _refuse_in_role(extra: Mapping[str, Any], role: str) -> None:
+    """Raises for keys that nothing would look at in this role, or next to another key."""
+    for key, roles, why in _ONLY_IN:
+        if extra.get(key) is not None and role not in roles:
+            raise BadArgument(f"{key} has no meaning for kv_role={role!r}: {why}")
+    for key in ("staging", "ucx_tls"):
+        if extra.get(key) is not None and extra.get("fabric") == "shm":
+            raise BadArgument(f"{key} has no meaning with fabric='shm': it is about UCX")

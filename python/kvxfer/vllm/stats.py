@@ -10,7 +10,7 @@ from typing import Any
 
 from kvxfer._kvxfer import Event
 
-__all__ = ["COUNTERS", "HOOK_METRIC", "SERIES", "StepStats", "is_empty", "merge", "reduce"]
+__all__ = ["COUNTERS", "GAUGES", "HOOK_METRIC", "SERIES", "StepStats", "is_empty", "merge", "reduce"]
 
 # Name in the data, name of the metric, and what it says.
 COUNTERS = {
@@ -28,6 +28,13 @@ COUNTERS = {
     "bytes_in": ("kvxfer_received_bytes", "Bytes of KV cache that came from other engines."),
     "missing_rooms": ("kvxfer_missing_rooms", "Requests that came without a room, not through the proxy."),
     "refused": ("kvxfer_refused_requests", "Requests that could not be served in this server's role."),
+}
+# What is so now; in the data is how it has changed.
+GAUGES = {
+    "quarantined": (
+        "kvxfer_quarantined_pages",
+        "Pages of all ranks that a peer which does not answer may still touch.",
+    ),
 }
 SERIES = {
     "wait_s": ("kvxfer_wait_seconds", "From the grant until prefill had its first layer ready."),
@@ -51,6 +58,7 @@ class StepStats:
     bytes_in: int = 0
     missing_rooms: int = 0
     refused: int = 0
+    quarantined: int = 0
     wait_s: list[float] = field(default_factory=list)
     transfer_s: list[float] = field(default_factory=list)
     hooks: dict[str, list[float]] = field(default_factory=dict)
@@ -73,7 +81,9 @@ class StepStats:
 
     def take(self) -> dict[str, Any]:
         """The numbers as plain data, and none of them again."""
-        data: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS if getattr(self, name)}
+        data: dict[str, Any] = {
+            name: getattr(self, name) for name in (*COUNTERS, *GAUGES) if getattr(self, name)
+        }
         for name in SERIES:
             if values := getattr(self, name):
                 data[name] = values
@@ -85,7 +95,7 @@ class StepStats:
 
 def is_empty(data: dict[str, Any]) -> bool:
     """Whether a step's numbers say nothing worth a log line: times in hooks alone do not."""
-    return not any(name in data for name in (*COUNTERS, *SERIES))
+    return not any(name in data for name in (*COUNTERS, *GAUGES, *SERIES))
 
 
 def merge(into: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +115,15 @@ def merge(into: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
 def reduce(data: dict[str, Any]) -> dict[str, int | float]:
     """A log line's worth of numbers."""
     line: dict[str, int | float] = {}
-    for name in ("rooms_out", "rooms_in", "failed_out", "failed_in", "missing_rooms", "refused"):
+    for name in (
+        "rooms_out",
+        "rooms_in",
+        "failed_out",
+        "failed_in",
+        "missing_rooms",
+        "refused",
+        "quarantined",
+    ):
         if value := data.get(name, 0):
             line[name] = value
     for name in ("bytes_out", "bytes_in"):

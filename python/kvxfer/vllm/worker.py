@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import time
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from kvxfer._agent import Agent
 from kvxfer._kvxfer import Event, Push
-from kvxfer.errors import Cancelled, KvxferError, QueueFull, UnknownRoom
+from kvxfer.errors import BadArgument, Cancelled, KvxferError, QueueFull, RoomInUse, UnknownRoom
 from kvxfer.vllm.meta import Chunk, Grant, Orders
 from kvxfer.vllm.settings import Settings
 from kvxfer.vllm.stats import StepStats
@@ -27,6 +28,11 @@ _log = logging.getLogger("vllm.kvxfer")
 _RETRACT_S = 30.0
 # How long a full queue is waited for; the transfer thread empties thousands of orders a millisecond.
 _QUEUE_S = 5.0
+# A push has at most one in so many of the layers. Each push wakes the transfer thread, which on busy cores
+# takes its time from the engine: a push for each layer costs much more than its few microseconds.
+_TOGETHER = 8
+# How often the agent's own numbers are looked at.
+_LOOK_S = 1.0
 
 
 class Pages(Protocol):
@@ -46,6 +52,8 @@ class Results:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    # Of the failed ones those that could not even begin through a fault of who asked, and why.
+    refused: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.sent or self.received or self.failed)
@@ -111,6 +119,12 @@ class Rank:
         self._abandoned: dict[str, int] = {}
         self._of_room: dict[int, str] = {}
         self._slices: list[_Slice] = []
+        # Layers of this step that are computed and not pushed yet, and how many are pushed.
+        self._computed = range(0)
+        self._pushed = 0
+        self._looked_s = clock()
+        self._quarantined = 0
+        self._evict_key: tuple[int, int] | None = None
         self._retracting: set[int] = set()
         self._results = Results()
         self.stats = StepStats()
@@ -149,28 +163,40 @@ class Rank:
                 _log.debug("kvxfer: room %d cannot be opened: %s", opened.room, error)
         for grant in orders.grants:
             self._grant(grant)
+        for room in orders.given_up:
+            out = self._out.get(self._of_room.get(room, ""))
+            if out is not None and out.room == room and not out.ended:
+                self._give_up(out)
         for request in orders.cancels:
             self._cancel(request)
         for request in orders.finished:
             self._finish(request)
-        for request in orders.rejects:
-            self._results.received.add(request)
-            self._results.failed.add(request)
+        self._computed, self._pushed = range(0), 0
         self._slices = [item for item in map(self._slice, orders.chunks) if item is not None]
 
     def save_layer(self, layer: int) -> None:
-        """A layer of this step's tokens is computed: it goes out, while the engine computes the next one."""
-        for item in self._slices:
-            if item.out.ended or item.out.failed:
-                continue
-            if self._pages is not None:
-                self._pages.out(layer, item.pages)
-            self._push(item, layer)
+        """A layer of this step's tokens is computed. Layers go out while the engine computes the next ones:
+        at first alone, so that the link has work at once, then several together, and the last ones alone
+        again, since nothing is computed while those move.
+        """
+        if self._computed and layer == self._computed.stop:
+            self._computed = range(self._computed.start, layer + 1)
+        else:
+            self._push_computed()
+            self._computed = range(layer, layer + 1)
+        count = len(self._layers)
+        together = min(-(-count // _TOGETHER), self._pushed, (count - self._pushed) // 2)
+        if len(self._computed) >= together or layer == self._layers.stop - 1:
+            self._push_computed()
 
     def end_step(self) -> Results:
         """What has ended; to be called once after the step."""
+        self._push_computed()
         self._slices = []
         self._take_events()
+        if (now := self._clock()) - self._looked_s >= _LOOK_S:
+            self._looked_s = now
+            self._look()
         results, self._results = self._results, Results()
         return results
 
@@ -187,7 +213,20 @@ class Rank:
         pages = np.array(chunk.blocks[:count], np.int32)
         return _Slice(chunk.request, out, pages, first, end - first, chunk.last)
 
-    def _push(self, item: _Slice, layer: int) -> None:
+    def _push_computed(self) -> None:
+        layers, self._computed = self._computed, range(0)
+        if not layers:
+            return
+        self._pushed += len(layers)
+        for item in self._slices:
+            if item.out.ended or item.out.failed:
+                continue
+            if self._pages is not None:
+                for layer in layers:
+                    self._pages.out(layer, item.pages)
+            self._push(item, layers)
+
+    def _push(self, item: _Slice, layers: range) -> None:
         out, timeout = item.out, self._settings.timeout_s
         try:
             out.pushes.append(
@@ -197,8 +236,8 @@ class Rank:
                         item.pages,
                         start=item.start,
                         tokens=item.tokens,
-                        layers=(layer, layer + 1),
-                        last=item.last and layer == self._layers.stop - 1,
+                        layers=(layers.start, layers.stop),
+                        last=item.last and layers.stop == self._layers.stop,
                         timeout=timeout,
                         bootstrap_timeout=timeout,
                     )
@@ -232,7 +271,7 @@ class Rank:
             first = end
         blocks = np.array(grant.blocks, np.int32)
         if (other := self._of_room.get(grant.room)) is not None and other != grant.request:
-            self._refuse_grant(grant, f"room {grant.room} is handed off by this very server")
+            self._refuse_grant(grant, f"room {grant.room} is handed off by this very server", refused=True)
             return
         try:
             self._patient(
@@ -247,6 +286,9 @@ class Rank:
                     verify=self._settings.verify,
                 )
             )
+        except (BadArgument, RoomInUse) as error:
+            self._refuse_grant(grant, str(error), refused=True)
+            return
         except KvxferError as error:
             self._refuse_grant(grant, str(error))
             return
@@ -254,11 +296,15 @@ class Rank:
             self._in[grant.request] = _In(grant.room, blocks)
             self._of_room[grant.room] = grant.request
 
-    def _refuse_grant(self, grant: Grant, why: str) -> None:
-        """A load that could not even begin; its pages were granted to nobody."""
+    def _refuse_grant(self, grant: Grant, why: str, *, refused: bool = False) -> None:
+        """A load that could not even begin; its pages were granted to nobody. One that is refused is wrong in
+        itself, so that the request is to fail whatever the policy.
+        """
         if self._abandoned.pop(grant.request, None) is not None:
             return
         _log.error("kvxfer: request %s cannot be had from %s: %s", grant.request, grant.source, why)
+        if refused:
+            self._results.refused[grant.request] = why
         self.stats.failed_in += 1
         self._results.received.add(grant.request)
         self._results.failed.add(grant.request)
@@ -301,6 +347,47 @@ class Rank:
             del self._of_room[out.room]
         if out.finish:
             self._results.sent.add(request)
+
+    def _look(self) -> None:
+        """Pages that wait for silent peers: how many there are, and what the operator says of the peers."""
+        pages = self._agent.stats()["quarantined_pages"]
+        if pages != self._quarantined:
+            if not self._quarantined:
+                _log.warning(
+                    "kvxfer: %d pages are in quarantine, since a peer that may still touch them does not"
+                    " answer; docs/vllm.md (Troubleshooting) says what to do",
+                    pages,
+                )
+            elif not pages:
+                _log.info("kvxfer: no page is in quarantine any more")
+            self.stats.quarantined += pages - self._quarantined
+            self._quarantined = pages
+        if pages and self._settings.evict_file is not None:
+            self._evict(self._settings.evict_file)
+
+    def _evict(self, path: str) -> None:
+        """Evicts the peers that the operator has written into the file, once each time it changes."""
+        try:
+            facts = os.stat(path)
+            key = (facts.st_mtime_ns, facts.st_size)
+            if key == self._evict_key:
+                return
+            with open(path, encoding="utf-8") as file:
+                peers = file.read().split()
+        except FileNotFoundError:
+            return
+        except (OSError, UnicodeDecodeError) as error:
+            _log.error("kvxfer: evict_file cannot be read: %s", error)
+            return
+        self._evict_key = key
+        for peer in peers:
+            try:
+                self._agent.evict(peer)
+            except KvxferError as error:
+                # Another rank may know it.
+                _log.info("kvxfer: %s is not evicted here: %s", peer, error)
+            else:
+                _log.warning("kvxfer: %s is evicted, as evict_file says", peer)
 
     def _take_events(self) -> None:
         for event in self._agent.poll():

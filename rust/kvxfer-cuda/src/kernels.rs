@@ -3,10 +3,10 @@
 //! What a launch copies is a table that `kvxfer_proto::plan::pack` makes; `cuda/README.md` says how. Every call makes the
 //! context current for its own length and leaves the thread as it was, so any thread may call.
 
-use crate::result::Calls;
+use crate::result::{Calls, RELAXED};
 use crate::sys::{Handle, RawDevice};
 use crate::{CudaError, Driver};
-use std::ffi::CStr;
+use std::ffi::{CStr, c_int};
 use std::sync::Arc;
 
 /// Threads of a block: `cuda/pack.cu` says so too.
@@ -44,7 +44,10 @@ impl Context {
     pub fn primary(driver: &'static Driver, ordinal: u32) -> Result<Arc<Self>, CudaError> {
         let calls = Calls { api: &driver.api, launch: driver.api.launch_api(&driver.library)? };
         let device = driver.raw_device(ordinal)?;
-        let raw = calls.retain(device)?;
+        let raw = {
+            let _relaxed = Relaxed::new(&calls)?;
+            calls.retain(device)?
+        };
         Ok(Arc::new(Self { driver, calls, ordinal, device, raw }))
     }
 
@@ -55,9 +58,10 @@ impl Context {
     }
 
     pub(crate) fn enter(&self) -> Result<Entered<'_>, CudaError> {
+        let relaxed = Relaxed::new(&self.calls)?;
         // SAFETY: retained for as long as `self` lives.
         unsafe { self.calls.push(self.raw) }?;
-        Ok(Entered(&self.calls))
+        Ok(Entered(&self.calls, relaxed))
     }
 }
 
@@ -69,8 +73,37 @@ impl Drop for Context {
     }
 }
 
+/// The thread's calls do not disturb a capture until this is dropped. An engine captures its decode step into a CUDA graph, as a
+/// rule in the mode in which a question to an event, or an allocation, by any thread of the process fails and spoils the graph;
+/// a thread whose own mode is relaxed is let through. What is asked here is never of the graph: a stream that is being captured is
+/// refused first.
+pub(crate) struct Relaxed<'a> {
+    calls: &'a Calls,
+    before: c_int,
+}
+
+impl<'a> Relaxed<'a> {
+    pub(crate) fn new(calls: &'a Calls) -> Result<Self, CudaError> {
+        Ok(Self { calls, before: calls.exchange_capture_mode(RELAXED)? })
+    }
+}
+
+impl Drop for Relaxed<'_> {
+    fn drop(&mut self) {
+        // Into the mode that it had, which is one.
+        let _ = self.calls.exchange_capture_mode(self.before);
+    }
+}
+
 /// The context is current until this is dropped.
-pub(crate) struct Entered<'a>(pub(crate) &'a Calls);
+pub(crate) struct Entered<'a>(pub(crate) &'a Calls, Relaxed<'a>);
+
+impl Entered<'_> {
+    /// The mode of stream capture that the thread had.
+    pub(crate) fn mode_before(&self) -> c_int {
+        self.1.before
+    }
+}
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {

@@ -160,6 +160,14 @@ impl Driver {
         (0..count).map(|ordinal| self.device(ordinal)).collect()
     }
 
+    /// Where a GPU is on the PCI bus, as Linux writes it: `0000:1b:00.0`.
+    ///
+    /// # Errors
+    /// What the driver answers; [`CudaError::MissingSymbol`] from one that cannot say.
+    pub fn pci_address(&self, ordinal: u32) -> Result<String, CudaError> {
+        self.api.pci_address(&self.library, self.raw_device(ordinal)?)
+    }
+
     fn raw_device(&self, ordinal: u32) -> Result<RawDevice, CudaError> {
         let number = c_int::try_from(ordinal)
             .map_err(|_| CudaError::BadAnswer { call: "cuDeviceGetCount", value: i64::from(ordinal) })?;

@@ -1,9 +1,10 @@
 //! Order with work of others on the device: events and streams that somebody else made, and writes of a network card.
 
 use crate::kernels::Event;
-use crate::result::{RDMA_FLUSH_OPTIONS, RDMA_SUPPORTED, RDMA_WRITES_ORDERING};
+use crate::result::{DMA_BUF_SUPPORTED, RDMA_FLUSH_OPTIONS, RDMA_SUPPORTED, RDMA_WRITES_ORDERING};
 use crate::sys::Handle;
 use crate::{Context, CudaError, Driver, unsigned};
+use std::ffi::c_int;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -24,6 +25,22 @@ pub enum WriteFlush {
 }
 
 impl Driver {
+    /// Whether a device's memory can be let at network cards (GPUDirect RDMA), by the driver's word.
+    ///
+    /// # Errors
+    /// What the driver answers.
+    pub fn supports_rdma(&self, ordinal: u32) -> Result<bool, CudaError> {
+        Ok(self.api.attribute(self.raw_device(ordinal)?, RDMA_SUPPORTED)? != 0)
+    }
+
+    /// Whether a device's memory can be exported as a dma-buf, by the driver's word (NVIDIA's open kernel modules).
+    ///
+    /// # Errors
+    /// What the driver answers, also one that does not know the question.
+    pub fn supports_dmabuf(&self, ordinal: u32) -> Result<bool, CudaError> {
+        Ok(self.api.attribute(self.raw_device(ordinal)?, DMA_BUF_SUPPORTED)? != 0)
+    }
+
     /// The device whose context is current on the calling thread, if one is.
     ///
     /// # Errors
@@ -42,14 +59,16 @@ impl Driver {
 
 impl Context {
     /// Makes the context the calling thread's current one until the guard is dropped, for libraries that expect that of
-    /// who calls them.
+    /// who calls them. Their calls do not disturb other threads' captures of graphs meanwhile.
     ///
     /// # Errors
     /// What the driver answers.
     pub fn make_current(self: &Arc<Self>) -> Result<CurrentContext, CudaError> {
+        let entered = self.enter()?;
+        let mode_before = entered.mode_before();
         // The guard pops instead.
-        std::mem::forget(self.enter()?);
-        Ok(CurrentContext { context: Arc::clone(self), thread: PhantomData })
+        std::mem::forget(entered);
+        Ok(CurrentContext { context: Arc::clone(self), mode_before, thread: PhantomData })
     }
 
     /// An event that happens when everything is done that was queued on a stream of somebody else's so far. Does not wait.
@@ -105,6 +124,8 @@ impl Context {
 #[derive(Debug)]
 pub struct CurrentContext {
     context: Arc<Context>,
+    /// The thread's mode of stream capture.
+    mode_before: c_int,
     /// A thread's stack of contexts is its own.
     thread: PhantomData<*const ()>,
 }
@@ -121,6 +142,7 @@ impl Drop for CurrentContext {
     fn drop(&mut self) {
         // It fails only if somebody else has popped what we pushed; then nothing of ours is left there.
         let _ = self.context.calls.pop();
+        let _ = self.context.calls.exchange_capture_mode(self.mode_before);
     }
 }
 

@@ -12,6 +12,8 @@ const NOT_READY: Code = 600;
 const NON_BLOCKING: c_uint = 1;
 /// `CU_EVENT_DISABLE_TIMING`.
 const DISABLE_TIMING: c_uint = 2;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: what this thread calls is let through, and spoils nothing, while an engine captures a graph.
+pub(crate) const RELAXED: c_int = 2;
 /// Longest device name that is asked for; the driver cuts longer ones.
 const NAME_BYTES: usize = 256;
 
@@ -24,6 +26,8 @@ const FLUSH_TO_OWNER: c_int = 100;
 
 /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED`.
 pub(crate) const RDMA_SUPPORTED: c_int = 116;
+/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
+pub(crate) const DMA_BUF_SUPPORTED: c_int = 124;
 /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS`.
 pub(crate) const RDMA_FLUSH_OPTIONS: c_int = 117;
 /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING`.
@@ -89,6 +93,17 @@ impl Api {
         self.check("cuDeviceGetName", code)?;
         let name = buffer.split(|b| *b == 0).next().unwrap_or_default();
         Ok(String::from_utf8_lossy(name).into_owned())
+    }
+
+    /// `0000:1b:00.0`.
+    pub(crate) fn pci_address(&self, name: &OsStr, device: RawDevice) -> Result<String, CudaError> {
+        let ask = self.pci_address_call(name)?;
+        let mut buffer = [0u8; NAME_BYTES];
+        let len = c_int::try_from(NAME_BYTES).unwrap_or(c_int::MAX);
+        // SAFETY: the driver writes at most `len` bytes, NUL included, into the buffer, which has that many.
+        self.check("cuDeviceGetPCIBusId", unsafe { ask(buffer.as_mut_ptr().cast(), len, device) })?;
+        let text = buffer.split(|b| *b == 0).next().unwrap_or_default();
+        Ok(String::from_utf8_lossy(text).to_ascii_lowercase())
     }
 
     pub(crate) fn total_bytes(&self, device: RawDevice) -> Result<usize, CudaError> {
@@ -196,6 +211,15 @@ impl Calls {
         let mut popped = Handle::NULL;
         // SAFETY: a valid place to write to; an empty stack is an error code.
         self.api.check("cuCtxPopCurrent", unsafe { (self.launch.pop)(&raw mut popped) })
+    }
+
+    /// Gives the calling thread another mode of stream capture. Returns the one that it had.
+    pub(crate) fn exchange_capture_mode(&self, mode: c_int) -> Result<c_int, CudaError> {
+        let mut mode = mode;
+        // SAFETY: a valid place to read from and to write to; what is no mode is an error code.
+        let code = unsafe { (self.launch.capture_mode)(&raw mut mode) };
+        self.api.check("cuThreadExchangeStreamCaptureMode", code)?;
+        Ok(mode)
     }
 
     /// Loads PTX.

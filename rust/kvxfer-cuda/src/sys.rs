@@ -17,6 +17,7 @@ type DriverVersion = unsafe extern "C" fn(version: *mut c_int) -> Code;
 type DeviceCount = unsafe extern "C" fn(count: *mut c_int) -> Code;
 type DeviceGet = unsafe extern "C" fn(device: *mut RawDevice, ordinal: c_int) -> Code;
 type DeviceName = unsafe extern "C" fn(name: *mut c_char, len: c_int, device: RawDevice) -> Code;
+type DevicePciAddress = unsafe extern "C" fn(text: *mut c_char, len: c_int, device: RawDevice) -> Code;
 type DeviceTotalMem = unsafe extern "C" fn(bytes: *mut usize, device: RawDevice) -> Code;
 type DeviceAttribute = unsafe extern "C" fn(value: *mut c_int, attribute: c_int, device: RawDevice) -> Code;
 
@@ -39,6 +40,8 @@ type Release = unsafe extern "C" fn(device: RawDevice) -> Code;
 /// Destroys, pushes, waits for: whatever has one handle.
 type OnHandle = unsafe extern "C" fn(handle: Handle) -> Code;
 type Pop = unsafe extern "C" fn(context: *mut Handle) -> Code;
+/// Puts a thread's mode in the place of the one that is there, and that one into its place.
+type CaptureMode = unsafe extern "C" fn(mode: *mut c_int) -> Code;
 type ModuleLoad = unsafe extern "C" fn(module: *mut Handle, image: *const c_void) -> Code;
 type ModuleFunction =
     unsafe extern "C" fn(function: *mut Handle, module: Handle, name: *const c_char) -> Code;
@@ -73,6 +76,7 @@ pub(crate) struct LaunchApi {
     pub(crate) release: Release,
     pub(crate) push: OnHandle,
     pub(crate) pop: Pop,
+    pub(crate) capture_mode: CaptureMode,
     pub(crate) module_load: ModuleLoad,
     pub(crate) module_unload: OnHandle,
     pub(crate) module_function: ModuleFunction,
@@ -137,6 +141,7 @@ impl Api {
             release: find!(library, name, "cuDevicePrimaryCtxRelease_v2" as Release),
             push: find!(library, name, "cuCtxPushCurrent_v2" as OnHandle),
             pop: find!(library, name, "cuCtxPopCurrent_v2" as Pop),
+            capture_mode: find!(library, name, "cuThreadExchangeStreamCaptureMode" as CaptureMode),
             module_load: find!(library, name, "cuModuleLoadData" as ModuleLoad),
             module_unload: find!(library, name, "cuModuleUnload" as OnHandle),
             module_function: find!(library, name, "cuModuleGetFunction" as ModuleFunction),
@@ -169,6 +174,12 @@ impl Api {
     pub(crate) fn is_capturing(&self, name: &OsStr) -> Result<IsCapturing, CudaError> {
         let library = &self.library;
         Ok(find!(library, name, "cuStreamIsCapturing" as IsCapturing))
+    }
+
+    /// Asks where a device is on the PCI bus.
+    pub(crate) fn pci_address_call(&self, name: &OsStr) -> Result<DevicePciAddress, CudaError> {
+        let library = &self.library;
+        Ok(find!(library, name, "cuDeviceGetPCIBusId" as DevicePciAddress))
     }
 
     /// Waits until what a network card wrote into the device's memory is visible to it.

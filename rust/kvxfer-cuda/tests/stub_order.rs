@@ -44,9 +44,18 @@ impl Steer {
         unsafe { self.0.get::<unsafe extern "C" fn(u64, u64)>(b"kvxstub_record\0").unwrap()(event, stream) }
     }
 
-    fn capture(&self, stream: u64, on: c_int) {
+    /// Whether the graph is whole.
+    fn capture(&self, stream: u64, on: c_int) -> bool {
         // SAFETY: as above.
-        unsafe { self.0.get::<unsafe extern "C" fn(u64, c_int)>(b"kvxstub_capture\0").unwrap()(stream, on) }
+        unsafe {
+            self.0.get::<unsafe extern "C" fn(u64, c_int) -> c_int>(b"kvxstub_capture\0").unwrap()(stream, on)
+                == 1
+        }
+    }
+
+    fn capture_mode(&self) -> c_int {
+        // SAFETY: as above.
+        unsafe { self.0.get::<unsafe extern "C" fn() -> c_int>(b"kvxstub_capture_mode\0").unwrap()() }
     }
 
     fn fail(&self, call: &str, code: c_int) {
@@ -62,6 +71,18 @@ impl Steer {
         unsafe {
             self.0.get::<unsafe extern "C" fn(*const c_char) -> u64>(b"kvxstub_calls\0").unwrap()(
                 name.as_ptr(),
+            )
+        }
+    }
+
+    /// What the driver answers to who asks for memory as he is.
+    fn allocates(&self) -> c_int {
+        let mut at = 0;
+        // SAFETY: cuda.h declares it so.
+        unsafe {
+            self.0.get::<unsafe extern "C" fn(*mut u64, usize) -> c_int>(b"cuMemAlloc_v2\0").unwrap()(
+                &raw mut at,
+                64,
             )
         }
     }
@@ -105,6 +126,7 @@ fn whole_driver() {
         "case_events",
         "case_streams",
         "case_current",
+        "case_capture",
         "case_wrong_context",
         "case_failing_calls",
         "case_flush",
@@ -119,6 +141,7 @@ fn whole_driver() {
     let gone: Vec<String> = lacking.iter().map(|call| format!("-D{call}=gone_{call}")).collect();
     run("case_lacking_calls", &stub("lacking.so", &gone.iter().map(String::as_str).collect::<Vec<_>>()));
     run("case_no_query", &stub("no-query.so", &["-DcuEventQuery=gone"]));
+    run("case_no_mode", &stub("no-mode.so", &["-DcuThreadExchangeStreamCaptureMode=gone"]));
 }
 
 #[test]
@@ -232,6 +255,41 @@ fn case_current() {
     assert_eq!((steer.retained(0), steer.retained(1)), (0, 0));
 }
 
+/// An engine captures its decode step on its own thread, in the mode that forbids others' calls; whoever records or asks meanwhile, on
+/// that thread or another, spoils nothing and is not refused.
+#[test]
+#[ignore = "run by whole_driver"]
+fn case_capture() {
+    let (steer, context) = (Steer::new(), context(0));
+    let (captured, other) = (steer.make("stream", 0), steer.make("stream", 0));
+    steer.on("start", other);
+    steer.capture(captured, 1);
+    // SAFETY: the stub's streams live.
+    let record = |stream| unsafe { context.record(stream) };
+    let event = record(other).unwrap();
+    assert_eq!(event.is_done(), Ok(false));
+    assert_eq!(record(captured).map(drop), Err(CudaError::Capturing));
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            let current = context.make_current().unwrap();
+            assert_eq!(event.is_done(), Ok(false));
+            assert_eq!(steer.capture_mode(), 2, "what others call on this thread is let through too");
+            drop(current);
+            assert_eq!((steer.capture_mode(), steer.depth()), (0, 0));
+            assert_eq!(event.is_done(), Ok(false));
+            drop((record(other).unwrap(), self::context(1)));
+        });
+    });
+    drop(event);
+    assert_eq!(steer.faults(), "");
+    assert!(steer.capture(captured, 0), "the graph is whole");
+    assert_eq!(steer.capture_mode(), 0);
+    // The stub does find it out.
+    steer.capture(captured, 1);
+    assert!(steer.allocates() == 900 && !steer.capture(captured, 0));
+    assert_eq!(steer.faults(), "cuMemAlloc while a graph is captured\n");
+}
+
 #[test]
 #[ignore = "run by whole_driver"]
 fn case_wrong_context() {
@@ -260,7 +318,9 @@ fn case_failing_calls() {
     let stream = steer.make("stream", 0);
     // SAFETY: as above.
     let record = || unsafe { context.record(stream) }.map(drop);
-    let cases: [(&str, Call<'_>); 11] = [
+    let cases: [(&str, Call<'_>); 13] = [
+        ("cuThreadExchangeStreamCaptureMode", &|| event.is_done().map(drop)),
+        ("cuThreadExchangeStreamCaptureMode", &|| Context::primary(driver, 0).map(drop)),
         ("cuPointerGetAttributes", &|| driver.memory_at(4096).map(drop)),
         ("cuCtxGetDevice", &|| driver.current_device().map(drop)),
         ("cuEventQuery", &|| event.is_done().map(drop)),
@@ -336,4 +396,11 @@ fn case_lacking_calls() {
 fn case_no_query() {
     let error = Context::primary(Driver::load().unwrap(), 0).unwrap_err();
     assert!(matches!(error, CudaError::MissingSymbol { symbol: "cuEventQuery", .. }));
+}
+
+#[test]
+#[ignore = "run by whole_driver"]
+fn case_no_mode() {
+    let error = Context::primary(Driver::load().unwrap(), 0).unwrap_err();
+    assert!(matches!(error, CudaError::MissingSymbol { symbol: "cuThreadExchangeStreamCaptureMode", .. }));
 }

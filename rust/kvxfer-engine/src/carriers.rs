@@ -51,7 +51,11 @@ impl Carriers {
                 Some(ShmFabric::new(config.regions.clone(), ShmOptions::default()).map_err(fail)?)
             }
         };
-        let options = UcxOptions { tls: config.ucx_tls.clone(), wheel_dir: config.ucx_wheel_dir.clone() };
+        let options = UcxOptions {
+            tls: config.ucx_tls.clone(),
+            net_devices: config.ucx_devices.clone(),
+            wheel_dir: config.ucx_wheel_dir.clone(),
+        };
         let ucx = match config.fabric {
             FabricChoice::Shm => None,
             FabricChoice::Ucx => Some(UcxFabric::new(&config.regions, &options).map_err(fail)?),

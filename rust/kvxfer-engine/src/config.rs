@@ -2,6 +2,7 @@
 
 use crate::control::Limits;
 use kvxfer_fabric::RegionSpan;
+use kvxfer_fabric::ucx::Devices as UcxDevices;
 use kvxfer_proto::Side;
 use kvxfer_proto::msg::Role;
 use kvxfer_proto::node;
@@ -137,6 +138,8 @@ pub struct AgentConfig {
     pub staging: Staging,
     /// UCX transports, instead of the defaults.
     pub ucx_tls: Option<String>,
+    /// UCX's network devices, instead of all.
+    pub ucx_devices: Option<UcxDevices>,
     /// Folder of the `libucx` wheel's libraries, if it is installed.
     pub ucx_wheel_dir: Option<PathBuf>,
     /// Timeouts and limits of the state machine.
@@ -170,6 +173,7 @@ impl AgentConfig {
             slice_bytes: 256 << 10,
             staging: Staging::default(),
             ucx_tls: None,
+            ucx_devices: None,
             ucx_wheel_dir: None,
             node: node::Config::default(),
         }
@@ -201,6 +205,7 @@ impl fmt::Debug for AgentConfig {
             slice_bytes,
             staging,
             ucx_tls,
+            ucx_devices,
             ucx_wheel_dir,
             node,
         } = self;
@@ -226,6 +231,7 @@ impl fmt::Debug for AgentConfig {
             .field("slice_bytes", slice_bytes)
             .field("staging", staging)
             .field("ucx_tls", ucx_tls)
+            .field("ucx_devices", ucx_devices)
             .field("ucx_wheel_dir", ucx_wheel_dir)
             .field("node", node)
             .finish()

@@ -16,6 +16,7 @@ use crate::watch::Watch;
 use kvxfer_engine::{
     AgentConfig, Call, ExpectOrder, FabricChoice, PushOrder, Staging, StagingMode, TlsConfig, stage_name,
 };
+use kvxfer_fabric::ucx::Devices as UcxDevices;
 use kvxfer_fabric::{MemKind, ReadySignal, RegionSpan};
 use kvxfer_proto::PushId;
 use kvxfer_proto::msg::{Role, Verify};
@@ -57,13 +58,13 @@ impl Agent {
                         tls=None, insecure=false, limits=None, cpu=None, queue_capacity=Int(4096),
                         spin_us=None, ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None,
                         quarantine_limit=None, slice_bytes=None, staging="auto", staging_slots=Int(32),
-                        staging_slot_bytes=Int(262_144), devices=None, flaw=None),
+                        staging_slot_bytes=Int(262_144), devices=None, ucx_devices=None, flaw=None),
            text_signature = "(name, layout, shard, regions, pages, owner, *, listen='127.0.0.1:0', \
                              directory=None, engine=None, dp_rank=0, role='both', model=None, fabric='auto', \
                              secret=None, tls=None, insecure=False, limits=None, cpu=None, \
                              queue_capacity=4096, spin_us=None, ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None, \
                              quarantine_limit=None, slice_bytes=None, staging='auto', staging_slots=32, \
-                             staging_slot_bytes=262144, devices=None, flaw=None)")]
+                             staging_slot_bytes=262144, devices=None, ucx_devices=None, flaw=None)")]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn new(
         py: Python<'_>,
@@ -98,6 +99,7 @@ impl Agent {
         staging_slots: Int<u32>,
         staging_slot_bytes: Int<u64>,
         devices: Option<Vec<Option<u32>>>,
+        ucx_devices: Option<(Vec<String>, u32)>,
         flaw: Option<&str>,
     ) -> PyResult<Self> {
         let side = side(layout, shard)?;
@@ -147,6 +149,7 @@ impl Agent {
         config.queue_capacity = queue_capacity.0;
         config.spin = spin_us.map(|us| Duration::from_micros(us.0));
         config.ucx_tls = ucx_tls;
+        config.ucx_devices = ucx_devices.map(|(names, rails)| UcxDevices { names, rails });
         config.ucx_wheel_dir = ucx_wheel_dir;
         config.slice_bytes = slice_bytes.map_or(config.slice_bytes, |n| n.0);
         let mode = StagingMode::from_name(staging).ok_or_else(|| {

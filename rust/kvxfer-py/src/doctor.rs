@@ -1,6 +1,7 @@
 //! What `kvxfer doctor` asks the compiled half: UCX, the host, the GPUs, and the probe of one UCX transport.
 
 use crate::errors;
+use kvxfer_cuda::{CudaError, Driver};
 use kvxfer_fabric::shm::host_report;
 use kvxfer_fabric::ucx::{self, ProbeTarget, ProbeWriter, UcxOptions};
 use pyo3::prelude::*;
@@ -12,6 +13,7 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<UcxProbeTarget>()?;
     m.add_class::<UcxProbeWriter>()?;
     m.add_function(wrap_pyfunction!(doctor_ucx, m)?)?;
+    m.add_function(wrap_pyfunction!(_device_pci, m)?)?;
     m.add_function(wrap_pyfunction!(doctor_host, m)?)?;
     m.add_function(wrap_pyfunction!(doctor_gpus, m)?)
 }
@@ -23,7 +25,7 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(name = "_doctor_ucx", signature = (wheel_dir=None))]
 fn doctor_ucx(py: Python<'_>, wheel_dir: Option<PathBuf>) -> PyResult<Bound<'_, PyDict>> {
-    let options = UcxOptions { tls: None, wheel_dir };
+    let options = UcxOptions { wheel_dir, ..UcxOptions::default() };
     let report = py.detach(|| ucx::probe(&options)).map_err(|e| errors::fabric(py, &e))?;
     let out = PyDict::new(py);
     out.set_item("path", report.path.display().to_string())?;
@@ -65,9 +67,7 @@ fn doctor_host(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 #[pyfunction]
 #[pyo3(name = "_doctor_gpus")]
 fn doctor_gpus(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let (version, devices) = py.detach(|| {
-        (kvxfer_cuda::Driver::load().and_then(kvxfer_cuda::Driver::version), kvxfer_cuda::devices())
-    });
+    let (version, devices) = py.detach(|| (Driver::load().and_then(Driver::version), kvxfer_cuda::devices()));
     let out = PyDict::new(py);
     out.set_item("version", version.ok())?;
     let list = PyList::empty(py);
@@ -79,6 +79,9 @@ fn doctor_gpus(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
                 item.set_item("name", device.name)?;
                 item.set_item("total_bytes", device.total_bytes)?;
                 item.set_item("compute_capability", device.compute_capability)?;
+                item.set_item("pci", pci_address(device.ordinal).ok())?;
+                item.set_item("rdma", Driver::load().and_then(|d| d.supports_rdma(device.ordinal)).ok())?;
+                item.set_item("dmabuf", Driver::load().and_then(|d| d.supports_dmabuf(device.ordinal)).ok())?;
                 list.append(item)?;
             }
             None
@@ -90,6 +93,18 @@ fn doctor_gpus(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     Ok(out)
 }
 
+/// Where a GPU is on the PCI bus (`"0000:1b:00.0"`).
+///
+/// Raises `FabricError` without a driver that can say.
+#[pyfunction]
+fn _device_pci(py: Python<'_>, device: u32) -> PyResult<String> {
+    py.detach(|| pci_address(device)).map_err(|e| crate::device::failed(py, e))
+}
+
+fn pci_address(device: u32) -> Result<String, CudaError> {
+    Driver::load()?.pci_address(device)
+}
+
 /// The receiver of a probe of one UCX transport. Used by the thread that made it only.
 #[pyclass(unsendable, name = "_UcxProbeTarget", module = "kvxfer._kvxfer")]
 pub(crate) struct UcxProbeTarget(ProbeTarget);
@@ -99,7 +114,7 @@ impl UcxProbeTarget {
     #[new]
     #[pyo3(signature = (tls, wheel_dir=None))]
     fn new(py: Python<'_>, tls: &str, wheel_dir: Option<PathBuf>) -> PyResult<Self> {
-        let options = UcxOptions { tls: None, wheel_dir };
+        let options = UcxOptions { wheel_dir, ..UcxOptions::default() };
         ProbeTarget::new(tls, &options).map(Self).map_err(|e| errors::fabric(py, &e))
     }
 
@@ -134,7 +149,7 @@ impl UcxProbeWriter {
     #[new]
     #[pyo3(signature = (tls, wheel_dir=None))]
     fn new(py: Python<'_>, tls: &str, wheel_dir: Option<PathBuf>) -> PyResult<Self> {
-        let options = UcxOptions { tls: None, wheel_dir };
+        let options = UcxOptions { wheel_dir, ..UcxOptions::default() };
         ProbeWriter::new(tls, &options).map(Self).map_err(|e| errors::fabric(py, &e))
     }
 

@@ -6,6 +6,7 @@ mod agent;
 mod args;
 mod bench;
 mod bench_copy;
+mod bench_pack;
 mod device;
 mod doctor;
 mod errors;
@@ -62,6 +63,7 @@ fn _kvxfer(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(simulate::simulate, m)?)?;
     m.add_function(wrap_pyfunction!(bench::_bench_plan, m)?)?;
     m.add_function(wrap_pyfunction!(bench_copy::_bench_copy, m)?)?;
+    m.add_function(wrap_pyfunction!(bench_pack::_pack_table, m)?)?;
     m.add_function(wrap_pyfunction!(_after_fork_in_child, m)?)?;
     m.add_function(wrap_pyfunction!(device::_memory_at, m)?)?;
     doctor::register(m)?;

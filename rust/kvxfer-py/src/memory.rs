@@ -37,7 +37,7 @@ impl Allocation {
         ucx_tls: Option<String>,
         ucx_wheel_dir: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let options = UcxOptions { tls: ucx_tls, wheel_dir: ucx_wheel_dir };
+        let options = UcxOptions { tls: ucx_tls, wheel_dir: ucx_wheel_dir, ..UcxOptions::default() };
         let (backing, fabric) = match fabric {
             "auto" | "shm" => (py.detach(|| ShmPool::alloc(nbytes)), "shm"),
             "ucx" => (py.detach(|| UcxPool::alloc(nbytes, &options)), "ucx"),

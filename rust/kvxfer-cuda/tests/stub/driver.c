@@ -72,6 +72,13 @@ int cuDevicePrimaryCtxRetain(uint64_t *context, int device) {
 int cuDevicePrimaryCtxRelease_v2(int device) { return say(0, "release %llu, %llu left", device, depth, 0); }
 int cuCtxPushCurrent_v2(uint64_t context) { return context == 0xc029 ? (depth++, 0) : 201; }
 int cuCtxPopCurrent_v2(uint64_t *context) { *context = 0xc029; return depth > 0 ? (depth--, 0) : 201; }
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    static __thread int own;
+    int before = own;
+    own = *mode;
+    *mode = before;
+    return 0;
+}
 int cuModuleLoadData(uint64_t *module, const void *image) {
     *module = 0x30d;
     return in_context(LOAD, "load PTX %llu, kernel %llu", strstr(image, ".version 8.") != NULL,

@@ -55,7 +55,7 @@ impl Memory {
     /// Memory that UCX allocated, which its shared-memory transports can write.
     pub fn of_ucx(side: &Side) -> Self {
         let total: u64 = side.regions(&[PAGES]).unwrap().iter().map(|s| s.len).sum();
-        let options = UcxOptions { tls: None, wheel_dir: wheel_dir() };
+        let options = UcxOptions { wheel_dir: wheel_dir(), ..UcxOptions::default() };
         Self::over(side, Some(UcxPool::alloc(total, &options).unwrap()))
     }
 

@@ -73,11 +73,22 @@ const SETTINGS: [Setting; 6] = [
     Setting::new("WARN_INVALID_CONFIG", &[(0, "WARN_INVALID_CONFIG")], "n", &[]),
 ];
 
+/// The network devices of a context.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub struct Devices {
+    /// Their names.
+    pub names: Vec<String>,
+    /// How many of them are cards that one write may be spread over.
+    pub rails: u32,
+}
+
 /// How to set UCX up.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct UcxOptions {
     /// Transports to use, in UCX's words (`posix,tcp`, `rc`, `^cma`); over `UCX_TLS` and the default.
     pub tls: Option<String>,
+    /// Network devices to use, in UCX's words (`mlx5_0:1`, `eth0`); over `UCX_NET_DEVICES`. None for all.
+    pub net_devices: Option<Devices>,
     /// The folder of the `libucx` wheel that holds `libucp.so.0`, if one is installed.
     pub wheel_dir: Option<PathBuf>,
 }
@@ -119,16 +130,18 @@ fn emulated(tls: &str, minor: u32, user: impl Fn(&str) -> Option<String>) -> Opt
 /// The process's context for these options, made on first use and kept until the process ends: pools and agents
 /// come and go in any order, and UCX does not like to be torn down under its memory hooks.
 pub(super) fn shared(options: &UcxOptions) -> Result<Arc<Shared>, FabricError> {
-    static CONTEXTS: Mutex<BTreeMap<Option<String>, Arc<Shared>>> = Mutex::new(BTreeMap::new());
+    type Key = (Option<String>, Option<Devices>);
+    static CONTEXTS: Mutex<BTreeMap<Key, Arc<Shared>>> = Mutex::new(BTreeMap::new());
     // A panic in here leaves the map as it was, so poison has no meaning.
     let mut contexts = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(shared) = contexts.get(&options.tls) {
+    let key = (options.tls.clone(), options.net_devices.clone());
+    if let Some(shared) = contexts.get(&key) {
         return Ok(Arc::clone(shared));
     }
     let lib = Library::load(options.wheel_dir.as_deref())
         .map_err(|e| FabricError::Unavailable { fabric: "ucx", why: e.to_string() })?;
     let user = |key: &str| std::env::var(format!("UCX_{key}")).ok();
-    let settings = wanted(options.tls.as_deref(), lib.version().minor, user);
+    let settings = wanted(options.tls.as_deref(), options.net_devices.as_ref(), lib.version().minor, user);
     let settings: Vec<(&str, &str)> = settings.iter().map(|(key, value)| (*key, value.as_str())).collect();
     let tcp_puts = puts_by(user("TCP_PUT_ENABLE").as_deref());
     let (context, settings) = Context::new(lib, &settings)?;
@@ -143,7 +156,7 @@ pub(super) fn shared(options: &UcxOptions) -> Result<Arc<Shared>, FabricError> {
         );
     }
     let shared = Arc::new(Shared { context: Arc::new(context), settings, tcp_puts });
-    contexts.insert(options.tls.clone(), Arc::clone(&shared));
+    contexts.insert(key, Arc::clone(&shared));
     Ok(shared)
 }
 
@@ -155,6 +168,7 @@ pub(super) fn quiet_context(lib: &'static Library, tls: &str) -> Result<Context,
 /// The settings to apply, less those that the user made.
 fn wanted(
     tls: Option<&str>,
+    devices: Option<&Devices>,
     minor: u32,
     user: impl Fn(&str) -> Option<String>,
 ) -> Vec<(&'static str, String)> {
@@ -170,6 +184,13 @@ fn wanted(
         .collect();
     if tls.is_some() || users_tls.is_none() {
         out.push(("TLS", in_use.to_owned()));
+    }
+    if let Some(devices) = devices.filter(|d| !d.names.is_empty()) {
+        out.push(("NET_DEVICES", devices.names.join(",")));
+        // By itself UCX writes over one card, however many there are. 1.13 knows no such key, and no way.
+        if devices.rails > 1 && user("MAX_RMA_RAILS").is_none() {
+            out.push(("MAX_RMA_RAILS", devices.rails.to_string()));
+        }
     }
     out
 }
@@ -230,33 +251,49 @@ mod tests {
 
     #[test]
     fn the_users_settings_stand() {
-        let all = wanted(None, 22, |_| None);
+        let all = wanted(None, None, 22, |_| None);
         assert!(has(&all, "RNDV_THRESH", "inf") && has(&all, "TLS", DEFAULT_TLS), "{all:?}");
         let user = |key: &str| match key {
             "RNDV_THRESH" => Some("8k".to_owned()),
             "TLS" => Some("posix".to_owned()),
             _ => None,
         };
-        let some = wanted(None, 22, user);
+        let some = wanted(None, None, 22, user);
         assert!(!some.iter().any(|(key, _)| *key == "RNDV_THRESH" || *key == "TLS"), "{some:?}");
         assert!(has(&some, "POSIX_ERROR_HANDLING", "y"), "{some:?}");
         // What the caller asks for goes over what the environment says.
-        assert!(has(&wanted(Some("tcp"), 22, user), "TLS", "tcp"));
+        assert!(has(&wanted(Some("tcp"), None, 22, user), "TLS", "tcp"));
+    }
+
+    #[test]
+    fn network_devices_are_named_and_several_cards_are_written_over() {
+        let names =
+            |rails, names: &[&str]| Devices { names: names.iter().map(|n| (*n).to_owned()).collect(), rails };
+        let one = wanted(None, Some(&names(1, &["mlx5_3:1", "eth0"])), 22, |_| None);
+        assert!(has(&one, "NET_DEVICES", "mlx5_3:1,eth0"), "{one:?}");
+        assert!(!one.iter().any(|(key, _)| *key == "MAX_RMA_RAILS"), "{one:?}");
+        let two = names(2, &["mlx5_3:1", "mlx5_4:1"]);
+        assert!(has(&wanted(None, Some(&two), 22, |_| None), "MAX_RMA_RAILS", "2"));
+        let user = |key: &str| (key == "MAX_RMA_RAILS").then(|| "1".to_owned());
+        assert!(!wanted(None, Some(&two), 22, user).iter().any(|(key, _)| *key == "MAX_RMA_RAILS"));
+        for none in [None, Some(&Devices::default())] {
+            assert!(!wanted(None, none, 22, |_| None).iter().any(|(key, _)| *key == "NET_DEVICES"));
+        }
     }
 
     #[test]
     fn old_versions_get_the_names_they_know() {
-        let old = wanted(None, 13, |_| None);
+        let old = wanted(None, None, 13, |_| None);
         assert!(has(&old, "MM_ERROR_HANDLING", "y"), "{old:?}");
         assert!(!old.iter().any(|(key, _)| key.starts_with("POSIX") || key.starts_with("SYSV")), "{old:?}");
-        let tcp = wanted(Some("tcp"), 13, |_| None);
+        let tcp = wanted(Some("tcp"), None, 13, |_| None);
         assert!(!has(&tcp, "MM_ERROR_HANDLING", "y"), "{tcp:?}");
     }
 
     #[test]
     fn tcps_own_put_is_the_users_to_turn_off() {
         for minor in [13, 22] {
-            let all = wanted(None, minor, |_| None);
+            let all = wanted(None, None, minor, |_| None);
             assert!(!all.iter().any(|(key, _)| key.ends_with("PUT_ENABLE")), "{all:?}");
         }
         // What is not understood counts as on, and then there is no fence.

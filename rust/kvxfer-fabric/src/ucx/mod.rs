@@ -18,7 +18,7 @@ mod warm;
 mod window;
 mod worker;
 
-pub use context::{DEFAULT_TLS, UcxOptions, UcxPool};
+pub use context::{DEFAULT_TLS, Devices, UcxOptions, UcxPool};
 pub use probe::{OneSided, ProbeTarget, ProbeWriter, UcxReport, one_sided_probe, probe};
 pub use window::Window;
 

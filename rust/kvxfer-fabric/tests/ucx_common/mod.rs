@@ -102,7 +102,7 @@ pub fn peer_job() -> Option<(String, String, usize, Wire)> {
 }
 
 pub fn options(tls: &str) -> UcxOptions {
-    UcxOptions { tls: (!tls.is_empty()).then(|| tls.to_owned()), wheel_dir: None }
+    UcxOptions { tls: (!tls.is_empty()).then(|| tls.to_owned()), ..UcxOptions::default() }
 }
 
 /// Whether there is a UCX to test; prints why not, or fails where one is required.
