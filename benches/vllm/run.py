@@ -275,7 +275,7 @@ def main() -> int:
             costs: dict[str, Any] = {}
             print("plan   rate/s  words  first p50   p99 s   token p50   p99 ms  waiting", flush=True)
             for plan in plans:
-                # Only the servers that are measured run: some keep a core busy while they wait.
+                # Only the servers that are measured run, so that no others take their cores.
                 for server in plan.servers:
                     server.start().ready()
                 plan.open(Path(logs))

@@ -1,6 +1,7 @@
 """Which network card an agent's pages go over: the one nearest to their GPU, as the kernel's sysfs has it.
 
-What is chosen depends on the tree of devices alone, and every process of a host chooses from the same.
+What is chosen depends on the tree of devices and on which cards a process may open (in a container: those
+that it was given). Processes that may open the same choose from the same, each for itself.
 """
 
 from __future__ import annotations
@@ -81,9 +82,21 @@ class Card:
     """`InfiniBand`, or `Ethernet` for RoCE."""
     state: str
     """`ACTIVE` is the one that works."""
+    opens: bool
+    """Whether this process may open it. sysfs shows a container the cards of others too."""
     gbits: float
     parent: str | None
     """PCI address of the card that this is a virtual function of, if that is to be seen."""
+
+    @property
+    def works(self) -> bool:
+        """Whether UCX will take it: of a port that is not active it knows nothing, also later."""
+        return self.state == "ACTIVE" and self.opens
+
+    @property
+    def condition(self) -> str:
+        """For people."""
+        return self.state if self.opens else f"{self.state}, but not in this process's /dev/infiniband"
 
     @property
     def rail(self) -> str:
@@ -130,9 +143,21 @@ def place(device: Path) -> Place | None:
     return Place(path, int(numa) if numa is not None and re.fullmatch(r"-?\d+", numa) else -1)
 
 
+def _opened_by(root: Path) -> set[str]:
+    """Cards that this process may open. The kernel has a file for each that programs may use."""
+    found = set()
+    folder = root / "sys/class/infiniband_verbs"
+    for name in _names(folder):
+        card = _read(folder / name / "ibdev")
+        if card and os.access(root / "dev/infiniband" / name, os.R_OK | os.W_OK):
+            found.add(card)
+    return found
+
+
 def cards(root: Path = SYSTEM) -> list[Card]:
     """All ports of all RDMA cards."""
     found = []
+    opened = _opened_by(root)
     folder = root / "sys/class/infiniband"
     for name in _names(folder):
         at = place(folder / name / "device")
@@ -149,6 +174,7 @@ def cards(root: Path = SYSTEM) -> list[Card]:
                     place=at,
                     link=_read(files / "link_layer") or "unknown",
                     state=state.partition(":")[2].strip() or state or "unknown",
+                    opens=name in opened,
                     gbits=float(speed[0]) if speed else 0.0,
                     parent=parent.address if parent else None,
                 )
@@ -194,7 +220,7 @@ def bridges_between(a: Place, b: Place) -> list[str]:
 
 def usable(found: Sequence[Card]) -> list[Card]:
     """Ports that work; virtual functions only where their card itself is not among them."""
-    active = [card for card in found if card.state == "ACTIVE" and card.place is not None]
+    active = [card for card in found if card.works and card.place is not None]
     real = {card.place.address for card in active if card.place is not None}
     return [card for card in active if card.parent not in real]
 
@@ -206,7 +232,7 @@ def choose(address: str, root: Path = SYSTEM) -> Rails:
     there = cards(root)
     ports = usable(there)
     if not ports:
-        down = ", ".join(f"{card.rail} is {card.state}" for card in there if card.place is not None)
+        down = ", ".join(f"{card.rail} is {card.condition}" for card in there if card.place is not None)
         return Rails((), f"no RDMA card works here ({down})" if down else "this host has no RDMA card")
     load = dict.fromkeys((card.rail for card in ports), 0)
     for gpu in gpus(root):
@@ -242,15 +268,15 @@ def named(rails: Sequence[str], root: Path = SYSTEM) -> Rails:
         BadArgument: for a card or a port that there is not, with those that there are.
     """
     there = cards(root)
-    known = ", ".join(f"{card.rail} ({card.state})" for card in there) or "none"
+    known = ", ".join(f"{card.rail} ({card.condition})" for card in there) or "none"
     names: list[str] = []
     for rail in rails:
         name, colon, port = rail.partition(":")
-        ports = [card for card in there if card.name == name]
-        if colon:
-            ports = [card for card in ports if str(card.port) == port]
-        else:
-            ports = [card for card in ports if card.state == "ACTIVE"]
+        ports = [
+            card
+            for card in there
+            if card.works and card.name == name and (not colon or str(card.port) == port)
+        ]
         if not ports:
             raise BadArgument(f"rails: {rail!r} is no RDMA card that works here; there are: {known}")
         names += [card.rail for card in ports if card.rail not in names]
@@ -290,7 +316,7 @@ def for_agent(
             raise NotSupported(f"rails: there is no UCX to use them: {error}") from error
         if fabric == "shm" or not _speaks_rdma(ucx_tls) or not rdma:
             why = f"the UCX at {path} has no RDMA" if not rdma else "fabric or ucx_tls leave RDMA out"
-            raise NotSupported(f"rails: {why}; docs/gpu.md says which UCX has it")
+            raise NotSupported(f"rails: {why}; docs/rdma.md says which UCX has it")
         return chosen
     if fabric == "shm" or device is None:
         return Rails((), "left to UCX: the pages are in the host's memory")

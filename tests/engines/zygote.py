@@ -28,6 +28,7 @@ _NEEDED = (
 def serve(order: dict[str, Any]) -> None:
     """The child's half: what `vllm serve` does with these arguments."""
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     null = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, null), (1, log), (2, log)):
@@ -38,6 +39,25 @@ def serve(order: dict[str, Any]) -> None:
 
     sys.argv = ["api_server", *order["args"]]
     serve_api()
+
+
+def _obey(order: dict[str, Any], servers: list[int]) -> None:
+    """Forks a server, or takes the status of one that was killed."""
+    if "reap" in order:
+        status = os.waitpid(order["reap"], 0)[1]
+        servers.remove(order["reap"])
+        print(json.dumps({"status": status}), flush=True)
+        return
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            serve(order)
+            code = 0
+        finally:
+            os._exit(code)
+    servers.append(pid)
+    print(json.dumps({"pid": pid}), flush=True)
 
 
 def main() -> int:
@@ -65,28 +85,17 @@ def main() -> int:
     print(json.dumps({"ready": True}), flush=True)
     servers: list[int] = []
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "reap" in order:
-            status = os.waitpid(order["reap"], 0)[1]
-            servers.remove(order["reap"])
-            print(json.dumps({"status": status}), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            code = 1
+    # Also where a whole group of processes is told to end, the servers are not left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        for line in sys.stdin:
+            _obey(json.loads(line), servers)
+    finally:
+        for pid in servers:
             try:
-                serve(order)
-                code = 0
-            finally:
-                os._exit(code)
-        servers.append(pid)
-        print(json.dumps({"pid": pid}), flush=True)
-    for pid in servers:
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
     return 0
 
 

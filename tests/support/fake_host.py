@@ -38,6 +38,7 @@ class Host:
             (root / "sys/class/net" / name).mkdir(parents=True)
         self.write("sys/class/net/bonding_masters", "\n")
         (root / "sys/bus/pci/devices").mkdir(parents=True)
+        (root / "sys/class/infiniband_verbs").mkdir(parents=True)
 
     def write(self, path: str, text: str | bytes) -> None:
         file = self.root / path
@@ -70,9 +71,16 @@ class Host:
         rate: str = "400 Gb/sec (4X NDR)",
         of: str | None = None,
         relaxed: bool = False,
+        opens: bool = True,
     ) -> None:
-        """`of`: the path of the card that it is a virtual function of. No path: one in software."""
+        """`of`: the path of the card that it is a virtual function of. No path: one in software. `opens`:
+        whether this process, or its container, was given it.
+        """
         folder = f"sys/class/infiniband/{name}"
+        verbs = f"uverbs{len(os.listdir(self.root / 'sys/class/infiniband_verbs'))}"
+        self.write(f"sys/class/infiniband_verbs/{verbs}/ibdev", name + "\n")
+        if opens:
+            self.write(f"dev/infiniband/{verbs}", b"")
         for port, state in enumerate(states, 1):
             for file, text in (("state", state), ("link_layer", link), ("rate", rate)):
                 self.write(f"{folder}/ports/{port}/{file}", text + "\n")

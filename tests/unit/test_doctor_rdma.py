@@ -139,9 +139,23 @@ def test_gpudirect_that_is_off_or_not_to_be_had(asks: Asks) -> None:
     assert asks["GPUDirect RDMA"][0] == "fail"
     assert "GPU 1 cannot" in asks["GPUDirect RDMA"][1]
     asks.gpus["devices"][1]["rdma"] = None
-    assert asks["GPUDirect RDMA"][0] == "ok"
+    assert asks["GPUDirect RDMA"][0] == "unknown"
     asks.env["UCX_IB_GPU_DIRECT_RDMA"] = "no"
     assert asks["GPUDirect RDMA"][0] == "fail"
+
+
+def test_what_nobody_could_be_asked_is_not_said_to_be_well(asks: Asks) -> None:
+    asks.without_peermem()
+    asks.gpus.update(devices=[], error="cuInit failed with CUDA_ERROR_UNKNOWN (999)")
+    for name in ("GPU memory for cards", "GPUDirect RDMA", "IOMMU", "ACS", "card near the GPU"):
+        assert asks[name][0] == "unknown", name
+
+
+def test_a_virtual_machine_does_not_see_what_its_host_has(asks: Asks) -> None:
+    asks.host.write("proc/cpuinfo", "processor\t: 0\nflags\t\t: fpu sse2 hypervisor lm\n")
+    for name in ("IOMMU", "ACS"):
+        assert asks[name][0] == "unknown"
+        assert "virtual machine" in asks[name][1]
 
 
 def test_what_ucx_was_built_with(asks: Asks) -> None:
@@ -164,7 +178,8 @@ def test_cards_that_are_down(tmp_path: Path) -> None:
     state, text = asks["RDMA cards"]
     assert state == "fail"
     assert "mlx5_0:1 is DOWN" in text
-    assert asks["card near the GPU"][0] == "unknown"
+    for name in ("card near the GPU", "IOMMU", "ACS"):
+        assert asks[name][0] == "unknown"
     assert asks.look()["rails"][0]["names"] == []
 
 
@@ -209,9 +224,23 @@ def test_the_iommu(asks: Asks) -> None:
     assert "iommu=pt" in text
 
 
+def test_an_iommu_of_which_the_kernel_says_nothing(asks: Asks) -> None:
+    asks.host.iommu_group("0000:13:00.0", 7, "identity")
+    (asks.host.root / "sys/kernel/iommu_groups/7/type").unlink()
+    assert asks["IOMMU"][0] == "unknown"
+
+
 def test_locked_memory(asks: Asks) -> None:
     asks.limits["memlock_bytes"] = 8 << 20
     assert asks["locked memory"][0] == "fail"
+    # Root's, and that of a process with nothing but CAP_IPC_LOCK; and one that lacks just this.
+    for rights, state in (
+        ("000001ffffffffff", "ok"),
+        ("0000000000004000", "ok"),
+        ("000001ffffffbfff", "fail"),
+    ):
+        asks.host.write("proc/self/status", f"Name:\tpython\nCapEff:\t{rights}\n")
+        assert asks["locked memory"][0] == state
     asks.limits["memlock_bytes"] = 1 << 40
     assert asks["locked memory"][0] == "ok"
 
@@ -226,6 +255,11 @@ def test_relaxed_ordering(tmp_path: Path) -> None:
     assert "settings of mlx5_0 allow it, and UCX decides by the CPU" in text
     asks.env["UCX_IB_PCI_RELAXED_ORDERING"] = "y"
     assert "is told y" in asks["relaxed ordering"][1]
+    del asks.env["UCX_IB_PCI_RELAXED_ORDERING"]
+    # What others than root are shown.
+    device = "sys/devices/pci0000:10/0000:10:02.0/0000:14:00.0"
+    asks.host.write(f"{device}/config", config_space(relaxed=True)[:64])
+    assert asks["relaxed ordering"][0] == "unknown"
     asks.env["UCX_IB_PCI_RELAXED_ORDERING"] = "n"
     assert asks["relaxed ordering"][0] == "ok"
 

@@ -114,6 +114,31 @@ def test_a_virtual_function_counts_where_its_card_is_not_to_be_had(tmp_path: Pat
     assert chosen(alone) == {"0000:01:00.0": ("mlx5_3:1",)}
 
 
+def test_a_container_takes_the_card_that_it_was_given_and_not_the_nearest(tmp_path: Path) -> None:
+    """In sysfs it sees all of the host's. Held to one that it may not open, UCX would be left with TCP."""
+    gpu = "pci0000:00/0000:00:01.0/0000:01:00.0"
+    near, far = "pci0000:00/0000:00:02.0/0000:02:00.0", "pci0000:80/0000:80:02.0/0000:82:00.0"
+    host = Host(tmp_path)
+    host.gpu(gpu)
+    host.card("mlx5_0", near, opens=False)
+    host.card("mlx5_1", far, numa=1)
+    assert chosen(host) == {"0000:01:00.0": ("mlx5_1:1",)}
+    with pytest.raises(kx.BadArgument, match=r"mlx5_0:1 .ACTIVE, but not in this process's /dev/infiniband"):
+        named(["mlx5_0"], host.root)
+    # Its own virtual function of a card that it may not open itself.
+    virtual = Host(tmp_path / "virtual")
+    virtual.gpu(gpu)
+    virtual.card("mlx5_0", near, opens=False)
+    virtual.card("mlx5_3", near[:-1] + "3", of=near)
+    assert chosen(virtual) == {"0000:01:00.0": ("mlx5_3:1",)}
+    none = Host(tmp_path / "none")
+    none.gpu(gpu)
+    none.card("mlx5_0", near, opens=False)
+    found = choose("0000:01:00.0", none.root)
+    assert found.names == ()
+    assert "not in this process's /dev/infiniband" in found.why
+
+
 def test_hosts_without_rdma_are_left_alone(tmp_path: Path) -> None:
     host = Host(tmp_path)
     host.gpu("pci0000:00/0000:00:01.0/0000:01:00.0")
@@ -131,9 +156,8 @@ def test_rails_that_are_named(tmp_path: Path) -> None:
     host.card("mlx5_0", "pci0000:00/0000:00:02.0/0000:02:00.0", states=(ACTIVE, DOWN))
     host.card("mlx5_1", "pci0000:00/0000:00:03.0/0000:03:00.0", states=(ACTIVE, ACTIVE))
     assert named(["mlx5_1", "mlx5_0", "mlx5_1:2"], host.root).names == ("mlx5_1:1", "mlx5_1:2", "mlx5_0:1")
-    # One that is down may come up later.
-    assert named(["mlx5_0:2"], host.root).names == ("mlx5_0:2",)
-    for wrong in ("mlx5_7", "mlx5_0:3", "", "mlx5_0:"):
+    # UCX takes no port that is down, also not when it comes up: pages would go over TCP without a word.
+    for wrong in ("mlx5_0:2", "mlx5_7", "mlx5_0:3", "", "mlx5_0:"):
         with pytest.raises(
             kx.BadArgument, match=r"there are: mlx5_0:1 \(ACTIVE\), mlx5_0:2 \(DOWN\), mlx5_1:1"
         ):

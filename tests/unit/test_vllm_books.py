@@ -357,8 +357,14 @@ def test_each_data_parallel_engine_has_ports_of_its_own() -> None:
         read_settings({"listen": "h:65534"}, role="kv_consumer", engine="e", dp_index=3, dp_size=4)
 
 
-def test_a_prompt_that_came_to_another_data_parallel_engine_than_decode_was_told_fails_at_once() -> None:
-    settings = read_settings({"directory": "h:7000"}, role="kv_producer", engine="e", dp_index=1, dp_size=2)
+@pytest.mark.parametrize("size", [1, 2], ids=["dense", "experts"])
+def test_a_prompt_that_came_to_another_data_parallel_engine_than_decode_was_told_fails_at_once(
+    size: int,
+) -> None:
+    # vLLM sets the number of engines back to 1 for models without experts.
+    settings = read_settings(
+        {"directory": "h:7000"}, role="kv_producer", engine="e", dp_index=1, dp_size=size
+    )
     b = Books(settings, BLOCK)
     why = b.new_request("a", {**PREFILL_LEG, "source": "h:7000"}, 10)
     assert why is not None
@@ -378,6 +384,10 @@ def test_a_room_that_nobody_comes_for_is_given_up_and_its_messenger_is_computed(
     assert b.matched("m", 0) == (0, False)
     assert b.pending
     assert b.step([new("m", (1,), 0, 1)], ()).given_up == [7]
+    # Decode has none to give up: there it is a request without a room.
+    other = books("kv_consumer", on_missing_room="reject")
+    assert other.new_request("m", {"give_up": 7}, 1) is not None
+    assert not other.step([], ()).given_up
     assert (b.missing_rooms, b.refused_requests) == (0, 0)
 
 

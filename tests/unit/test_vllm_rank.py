@@ -312,16 +312,28 @@ def test_case_12_the_operator_evicts_a_peer_by_a_file_and_only_while_pages_are_i
         step(r)
         return agent.named("evict")
 
-    path.write_text("prefill-a-0\n")
+    # What is there from an earlier time says nothing of the peers of today.
+    path.write_text("prefill-old-0\n")
     assert look() == []
     agent.quarantined = 4
+    assert look() == []
+    path.write_text("prefill-a-0\n")
     assert look() == [("prefill-a-0",)]
     assert look() == [("prefill-a-0",)]
-    agent.fails["evict"] = kx.BadArgument("no such peer")
+    # A queue that is full: again a second later.
+    agent.fails["evict"] = kx.QueueFull("full")
     path.write_text("prefill-b-0 prefill-b-1\n")
     assert look() == [("prefill-a-0",)]
+    agent.fails.clear()
+    asked = [("prefill-a-0",), ("prefill-b-0",), ("prefill-b-1",)]
+    assert look() == asked
+    agent.quarantined = 0
+    path.write_text("prefill-c-0\n")
+    assert look() == asked
+    agent.quarantined = 2
+    assert look() == asked
     path.unlink()
-    assert look() == [("prefill-a-0",)]
+    assert look() == asked
 
 
 def test_an_abandoned_room_grants_nothing_and_tells_vllm_nothing(agent: FakeAgent) -> None:

@@ -29,6 +29,8 @@ _PCI_EXPRESS, _ACS = 0x10, 0x000D
 _ACS_REDIRECTS = 0x04 | 0x08 | 0x20
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _OFF = ("n", "no", "0", "off")
+# Number of the capability that RLIMIT_MEMLOCK does not bind.
+_CAP_IPC_LOCK = 14
 
 
 class _Said(NamedTuple):
@@ -66,6 +68,17 @@ class _Asked:
             names = _rails.choose(place.address, self.root).names if place else ()
             if place is not None and names:
                 yield f"GPU {gpu['ordinal']}", place, by_rail[names[0]]
+
+    def is_guest(self) -> bool:
+        """Whether this is a virtual machine, whose host knows what is between devices."""
+        flags = re.search(r"^flags\s*:(.*)$", _text(self, "proc/cpuinfo") or "", re.MULTILINE)
+        return flags is not None and "hypervisor" in flags[1].split()
+
+
+_ASK_HOST = "ask who runs that host"
+_NO_PAIR = _Said(
+    "unknown", "no GPU that could be asked has a card that works", "see the lines on GPUs and cards"
+)
 
 
 def _text(asked: _Asked, path: str) -> str | None:
@@ -121,6 +134,12 @@ def _memory_path(asked: _Asked) -> _Said:
     kernel = _numbers(_text(asked, "proc/sys/kernel/osrelease") or "")[:2]
     version = _text(asked, "proc/driver/nvidia/version") or ""
     says = [gpu.get("dmabuf") for gpu in asked.gpus["devices"]]
+    if not says:
+        return _Said(
+            "unknown",
+            "nvidia_peermem is not loaded, and no GPU could be asked for dma-buf",
+            "modprobe nvidia_peermem (after the card's driver), or see to NVIDIA's driver first",
+        )
     ucx = _numbers(asked.ucx["version"] or "")[:2]
     lacks = []
     if kernel < _DMABUF_KERNEL:
@@ -132,7 +151,11 @@ def _memory_path(asked: _Asked) -> _Said:
     if ucx < _DMABUF_UCX:
         lacks.append("UCX from 1.14 on")
     if not lacks:
-        return _Said("ok", "no nvidia_peermem, but kernel, driver and UCX can do dma-buf")
+        return _Said(
+            "ok",
+            "no nvidia_peermem, but kernel, driver and UCX are new enough for dma-buf (ucx_info -d: the"
+            " card's memory types must have cuda)",
+        )
     return _Said(
         "fail",
         "nvidia_peermem is not loaded, and dma-buf lacks " + " and ".join(lacks),
@@ -151,6 +174,8 @@ def _gpudirect(asked: _Asked) -> _Said:
             f"the driver says that GPU {', '.join(cannot)} cannot be read or written by cards",
             "keep the pages that are handed off in pinned memory of the host",
         )
+    if not asked.gpus["devices"] or any(gpu.get("rdma") is None for gpu in asked.gpus["devices"]):
+        return _Said("unknown", "the driver did not say it of every GPU", "see to NVIDIA's driver first")
     return _Said("ok", "the driver says that cards may read and write the GPUs' memory")
 
 
@@ -162,7 +187,7 @@ def _ucx_transports(asked: _Asked) -> _Said:
     return _Said(
         "fail",
         f"{found}, in {asked.ucx['path'] or 'no UCX'}: pages go over TCP",
-        "set KVXFER_UCX_LIBRARY to the libucp.so.0 of a UCX that is built with verbs and CUDA (docs/gpu.md)",
+        "set KVXFER_UCX_LIBRARY to the libucp.so.0 of a UCX that is built with verbs and CUDA (docs/rdma.md)",
     )
 
 
@@ -178,12 +203,14 @@ def _ucx_cuda(asked: _Asked) -> _Said:
 
 
 def _cards(asked: _Asked) -> _Said:
-    ports = ", ".join(
-        str(card) if card.state == "ACTIVE" else f"{card.rail} is {card.state}" for card in asked.cards
-    )
+    ports = ", ".join(str(card) if card.works else f"{card.rail} is {card.condition}" for card in asked.cards)
     if asked.usable:
         return _Said("ok", ports)
-    return _Said("fail", ports or "none", "see ibstat or rdma link: cable, switch, subnet manager")
+    return _Said(
+        "fail",
+        ports or "none",
+        "see ibstat or rdma link: cable, switch, subnet manager; into a container: --device /dev/infiniband",
+    )
 
 
 def _near(asked: _Asked) -> _Said:
@@ -233,7 +260,12 @@ def _extended(space: bytes, wanted: int) -> int | None:
 
 def _acs(asked: _Asked) -> _Said:
     bridges: dict[str, None] = {}
-    for _, place, card in asked.pairs():
+    pairs = list(asked.pairs())
+    if not pairs:
+        return _NO_PAIR
+    if asked.is_guest():
+        return _Said("unknown", "the host of this virtual machine has the switches", _ASK_HOST)
+    for _, place, card in pairs:
         if card.place is not None:
             bridges |= dict.fromkeys(_rails.bridges_between(place, card.place))
     if not bridges:
@@ -258,20 +290,34 @@ def _acs(asked: _Asked) -> _Said:
         )
     if hidden:
         return _Said(
-            "unknown", f"cannot tell: only root may read the settings of {', '.join(hidden)}", "run as root"
+            "unknown",
+            f"cannot tell: the settings of {', '.join(hidden)} are shown to CAP_SYS_ADMIN of the host only",
+            "run as root, outside of containers",
         )
     return _Said("ok", f"off at the {len(bridges)} bridges between GPUs and cards")
 
 
 def _iommu(asked: _Asked) -> _Said:
-    kinds = {}
-    for place in [*(p for _, p, _ in asked.pairs()), *(c.place for _, _, c in asked.pairs() if c.place)]:
-        group = asked.root / "sys/bus/pci/devices" / place.address / "iommu_group" / "type"
+    kinds, hidden = {}, []
+    pairs = list(asked.pairs())
+    if not pairs:
+        return _NO_PAIR
+    for place in [*(p for _, p, _ in pairs), *(c.place for _, _, c in pairs if c.place)]:
+        group = asked.root / "sys/bus/pci/devices" / place.address / "iommu_group"
         try:
-            kinds[place.address] = group.read_text(encoding="ascii").strip()
+            kinds[place.address] = (group / "type").read_text(encoding="ascii").strip()
         except OSError:
-            continue
+            if group.exists():
+                hidden.append(place.address)
     translated = [address for address, kind in kinds.items() if kind != "identity"]
+    if hidden and not translated:
+        return _Said(
+            "unknown",
+            f"the kernel does not say what it does for {', '.join(hidden)}",
+            "see that the kernel is booted with iommu=pt",
+        )
+    if not kinds and asked.is_guest():
+        return _Said("unknown", "the host of this virtual machine has it", _ASK_HOST)
     if not kinds:
         return _Said("ok", "none between cards and GPUs")
     if not translated:
@@ -288,6 +334,9 @@ def _locked(asked: _Asked) -> _Said:
     limit = asked.host["memlock_bytes"]
     if limit is None or limit >= _LOCKED_BYTES:
         return _Said("ok", "unlimited" if limit is None else size(limit))
+    rights = re.search(r"^CapEff:\s*([0-9a-f]+)", _text(asked, "proc/self/status") or "", re.MULTILINE)
+    if rights and int(rights[1], 16) >> _CAP_IPC_LOCK & 1:
+        return _Said("ok", f"{size(limit)}, which does not bind this process (CAP_IPC_LOCK)")
     return _Said(
         "fail",
         f"{size(limit)}, and RDMA locks all that is registered",
@@ -299,13 +348,21 @@ def _relaxed(asked: _Asked) -> _Said:
     given = asked.env.get("UCX_IB_PCI_RELAXED_ORDERING")
     if given is not None and given.lower() in _OFF:
         return _Said("ok", f"off in UCX (UCX_IB_PCI_RELAXED_ORDERING={given})")
-    allowed = []
+    allowed, hidden = [], []
     for card in asked.usable:
         space = _bytes(asked.root / "sys/class/infiniband" / card.name / "device/config")
+        if len(space) <= 64 and card.name not in hidden:
+            hidden.append(card.name)
         at = _capability(space, _PCI_EXPRESS)
         # Bit 4 of the device's control.
         if at is not None and struct.unpack_from("<H", space, at + 8)[0] & 0x10 and card.name not in allowed:
             allowed.append(card.name)
+    if hidden and not allowed:
+        return _Said(
+            "unknown",
+            f"cannot tell: the settings of {', '.join(hidden)} are shown to CAP_SYS_ADMIN of the host only",
+            "run as root, outside of containers, or rule it out: UCX_IB_PCI_RELAXED_ORDERING=n",
+        )
     if not allowed:
         return _Said("ok", "the cards' PCI settings do not allow it")
     words = f"the PCI settings of {', '.join(allowed)} allow it, and UCX "

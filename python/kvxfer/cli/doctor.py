@@ -265,7 +265,7 @@ def _show_rdma(found: Found) -> None:
         (f"rail of GPU {rail['gpu']}", ", ".join(rail["names"]) or "none", rail["why"])
         for rail in found["rails"]
     ]
-    print("\nWhat must be true for cards to read and write the memory of GPUs (docs/gpu.md):\n")
+    print("\nWhat must be true for cards to read and write the memory of GPUs (docs/rdma.md):\n")
     print(table(rows))
 
 

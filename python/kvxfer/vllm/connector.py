@@ -244,7 +244,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             with open(self._kx.secret_file, "rb") as file:
                 secret = file.read().rstrip(b"\r\n")
         self._agent = kx.Agent(
-            f"{self._kx.role}-{self._kx.engine[:16]}-{rank}",
+            f"{self._kx.role}-{self._kx.engine[-24:]}-{rank}",
             form.layout,
             shard,
             memory=memory,

@@ -86,6 +86,7 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, (metric, text) in numbers.SERIES.items()
         }
+        self._levels: dict[tuple[str, int], int] = {}
         metric, text = numbers.HOOK_METRIC
         self._hooks = metric_types[Histogram](
             name=metric, documentation=text, labelnames=[*labelnames, "hook"], buckets=_HOOK_BUCKETS
@@ -103,7 +104,10 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 counter.labels(*values).inc(amount)
         for name, gauge in self._gauges.items():
             if change := transfer_stats_data.get(name):
-                gauge.labels(*values).inc(change)
+                # Ray's gauges can only be set.
+                level = self._levels.get((name, engine_idx), 0) + change
+                self._levels[name, engine_idx] = level
+                gauge.labels(*values).set(level)
         for name, histogram in self._series.items():
             for seconds in transfer_stats_data.get(name, ()):
                 histogram.labels(*values).observe(seconds)

@@ -79,7 +79,7 @@ class Books:
         """A request has come. The answer is what is wrong with it, for which it is to fail; None if nothing
         is.
         """
-        if params and (room := _room(params.get("give_up"))) is not None:
+        if params and self._settings.prefills and (room := _room(params.get("give_up"))) is not None:
             # From a proxy whose decode leg failed. The prefill leg may have ended, and cannot be aborted.
             self._orders.given_up.append(room)
             return None
@@ -118,12 +118,14 @@ class Books:
             )
         source = params.get("source")
         if asks[0] == "do_remote_decode":
-            if self._settings.dp_size > 1 and _port(source) not in (None, _port(self._settings.directory)):
+            # vLLM tells engines of a dense model that there is one of them, but which one it still says.
+            several = self._settings.dp_size > 1 or self._settings.dp_index > 0
+            if several and _port(source) not in (None, _port(self._settings.directory)):
                 return self._refuse(
                     request,
                     f"the decode leg was told source={source!r}, but data-parallel engine"
-                    f" {self._settings.dp_index} of {self._settings.dp_size} has the prompt, whose directory"
-                    f" is {self._settings.directory}: choose decode late (kvxfer proxy --decode-choice late),"
+                    f" {self._settings.dp_index} has the prompt, whose directory is"
+                    f" {self._settings.directory}: choose decode late (kvxfer proxy --decode-choice late),"
                     " or give each engine its own API server (--data-parallel-external-lb) and source",
                 )
             self._out[request] = _Out(number, prompt)

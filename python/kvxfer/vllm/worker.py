@@ -355,22 +355,28 @@ class Rank:
             if not self._quarantined:
                 _log.warning(
                     "kvxfer: %d pages are in quarantine, since a peer that may still touch them does not"
-                    " answer; docs/vllm.md (Troubleshooting) says what to do",
+                    " answer; docs/vllm.md (Quarantine) says what to do",
                     pages,
                 )
             elif not pages:
                 _log.info("kvxfer: no page is in quarantine any more")
             self.stats.quarantined += pages - self._quarantined
             self._quarantined = pages
-        if pages and self._settings.evict_file is not None:
-            self._evict(self._settings.evict_file)
+        if self._settings.evict_file is not None:
+            self._evict(self._settings.evict_file, pages)
 
-    def _evict(self, path: str) -> None:
-        """Evicts the peers that the operator has written into the file, once each time it changes."""
+    def _evict(self, path: str, pages: int) -> None:
+        """Evicts the peers that the operator has written into the file, once each time it changes.
+
+        What was written before there was a quarantine is about another one, and its peers may be well by now.
+        """
         try:
             facts = os.stat(path)
             key = (facts.st_mtime_ns, facts.st_size)
             if key == self._evict_key:
+                return
+            if not pages:
+                self._evict_key = key
                 return
             with open(path, encoding="utf-8") as file:
                 peers = file.read().split()
@@ -379,15 +385,17 @@ class Rank:
         except (OSError, UnicodeDecodeError) as error:
             _log.error("kvxfer: evict_file cannot be read: %s", error)
             return
-        self._evict_key = key
         for peer in peers:
             try:
                 self._agent.evict(peer)
             except KvxferError as error:
-                # Another rank may know it.
-                _log.info("kvxfer: %s is not evicted here: %s", peer, error)
-            else:
-                _log.warning("kvxfer: %s is evicted, as evict_file says", peer)
+                # The file is read again in a second; who is evicted already stays so.
+                _log.warning("kvxfer: %s is not evicted yet: %s", peer, error)
+                return
+            _log.warning(
+                "kvxfer: %s is to be evicted, as evict_file says, if it is a peer of this rank's", peer
+            )
+        self._evict_key = key
 
     def _take_events(self) -> None:
         for event in self._agent.poll():
