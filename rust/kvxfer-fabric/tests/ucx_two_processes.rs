@@ -35,6 +35,7 @@ fn peer_process() {
         "write" => write(&mut node, &mut wire, 0),
         "both ways" => both_ways(),
         "lost connection" => lost_connection(),
+        "no lane" => no_lane(),
         other => panic!("no job {other}"),
     }
 }
@@ -391,6 +392,45 @@ fn posix_has_no_fence() {
     node.connect(&mut peer.wire, EP, EndRole::Passive);
     let err = fence_round(&mut node).expect_err("posix cannot promise that");
     assert!(matches!(&err, FabricError::NoFence { transport, .. } if transport == "posix"), "{err}");
+}
+
+/// With these UCX takes shared memory for no endpoint that handles errors, and yet finds what is mapped by it.
+const SHARED_MEMORY_NO_LANE: [(&str, &str); 3] =
+    [EMULATED, ("UCX_POSIX_ERROR_HANDLING", "n"), ("UCX_MM_ERROR_HANDLING", "n")];
+
+#[test]
+fn what_is_mapped_but_is_no_transport_of_the_endpoint_is_left_to_ucx() {
+    if !ucx_present() {
+        return;
+    }
+    let mut parent = spawn("no lane", "posix,tcp", BYTES, &SHARED_MEMORY_NO_LANE);
+    assert!(parent.child.wait().expect("runs").success());
+}
+
+/// The writer has a fence, as its transports say; so it must not write past them.
+fn no_lane() {
+    let mut peer = spawn("receive", "posix,tcp", BYTES, &SHARED_MEMORY_NO_LANE);
+    let mut node = Node::new("posix,tcp", BYTES);
+    node.fill(1, byte);
+    node.connect(&mut peer.wire, EP, EndRole::Active);
+    assert!(node.fabric.window(EP, 0, 0, 1).is_none(), "the peer's fence knows of tcp only");
+    let batch: Vec<Piece> = (0..PAGES).map(|p| piece((1, p), (0, p))).collect();
+    node.fabric.post(EP, &batch).expect("in bounds");
+    node.flush(EP, 1, Duration::from_secs(10)).expect("flushed");
+    assert!(remote(&mut peer, 0).iter().enumerate().all(|(i, b)| *b == byte(i)));
+    peer.wire.send(b"quit");
+
+    let mut peer = spawn("write", "posix,tcp", BYTES, &SHARED_MEMORY_NO_LANE);
+    let mut node = Node::new("posix,tcp", BYTES);
+    node.connect(&mut peer.wire, EP, EndRole::Passive);
+    fence_round(&mut node).expect("tcp has a fence");
+    node.fill(0, |_| CANARY);
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(200) {
+        node.progress();
+    }
+    assert!(node.dump(0).iter().all(|b| *b == CANARY), "bytes landed after the fence");
+    peer.wire.send(b"quit");
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use super::blob::{self, Blob};
 use super::fence;
+use super::near::Mappings;
 use super::note::{self, Body, Note};
 use super::safe;
 use super::worker::{Closing, Endpoint, ErrorCell, Request, Rkey, need_descriptors};
@@ -24,7 +25,7 @@ struct Remote {
     base: u64,
     len: u64,
     key: usize,
-    /// Where this process has it mapped, if it has.
+    /// Where this process has it mapped, if it has and may write there by itself.
     near: Option<usize>,
 }
 
@@ -37,9 +38,36 @@ pub(super) struct End {
     pub(super) dirty: bool,
     /// Whether anything was given to UCX since the last flush.
     unflushed: bool,
+    /// Whether what is mapped here may be written by ourselves. Only once the peer has been told of transports for which
+    /// its fence promises nothing: UCX finds mappings of transports too that are none of the endpoint's.
+    copies: bool,
 }
 
 impl End {
+    fn new(endpoint: Endpoint) -> Self {
+        Self {
+            endpoint,
+            keys: Vec::new(),
+            remotes: Vec::new(),
+            dirty: false,
+            unflushed: false,
+            copies: false,
+        }
+    }
+
+    /// Finds what is mapped here of the peer's memory, for an endpoint with these transports.
+    fn find_mapped(&mut self, transports: &[String]) {
+        self.copies = fence::tells_of_mappings(transports);
+        if !self.copies {
+            return;
+        }
+        let maps = Mappings::now();
+        for remote in &mut self.remotes {
+            let key = self.keys.get(remote.key);
+            remote.near = key.and_then(|key| key.pointer(remote.base, remote.len, &maps));
+        }
+    }
+
     fn remote_at(&self, region: usize) -> Option<&Remote> {
         self.remotes.get(region)
     }
@@ -47,7 +75,7 @@ impl End {
     /// One more region of the peer. Its number follows that of the last.
     pub(super) fn add_remote(&mut self, base: u64, len: u64, key: Rkey) -> Option<u32> {
         let region = u32::try_from(self.remotes.len()).ok()?;
-        let near = key.pointer(base, len);
+        let near = if self.copies { key.pointer(base, len, &Mappings::now()) } else { None };
         self.remotes.push(Remote { base, len, key: self.keys.len(), near });
         self.keys.push(key);
         Some(region)
@@ -272,13 +300,7 @@ impl UcxFabric {
         let mut link = Link {
             role,
             peer: blob.fabric,
-            end: Some(End {
-                endpoint,
-                keys: Vec::new(),
-                remotes: Vec::new(),
-                dirty: false,
-                unflushed: false,
-            }),
+            end: Some(End::new(endpoint)),
             state: State::Open,
             token: self.next_token,
             started: Instant::now(),
@@ -299,9 +321,6 @@ impl UcxFabric {
         }
         if role == EndRole::Passive {
             self.out.push(Completion::Connected { ep, info: self.info(&link) });
-        }
-        for (addr, len) in link.end.iter().flat_map(End::mapped) {
-            self.warmer.add(ep, addr, len);
         }
         self.links.insert(ep, link);
         let (mine, others) =
@@ -327,8 +346,7 @@ impl UcxFabric {
             // Blob::decode checked that the region lies in its memory, so this neither misses nor overflows.
             let base = blob.mems.get(key).map_or(0, |m| m.base.saturating_add(region.off));
             let len = region.len.min(*len);
-            let near = end.keys.get(key).and_then(|k| k.pointer(base, len));
-            end.remotes.push(Remote { base, len, key, near });
+            end.remotes.push(Remote { base, len, key, near: None });
         }
         Ok(())
     }
@@ -433,9 +451,13 @@ impl UcxFabric {
                 State::Warming(Some(request)) => request.poll(),
                 _ => None,
             };
-            match (warmed, &link.end) {
+            match (warmed, &mut link.end) {
                 (Some(UCS_OK), Some(end)) => {
                     let mut names = end.endpoint.transports();
+                    end.find_mapped(&names);
+                    for (addr, len) in end.mapped() {
+                        self.warmer.add(ep, addr, len);
+                    }
                     if !names.is_empty() && self.shared.tcp_puts && names.iter().any(|n| n == "tcp") {
                         names.push(fence::TCP_PUT.to_owned());
                     }

@@ -11,6 +11,7 @@ mod extra;
 mod fence;
 mod greet;
 mod link;
+mod near;
 mod note;
 mod probe;
 mod safe;

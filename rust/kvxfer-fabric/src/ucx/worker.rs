@@ -1,6 +1,7 @@
 //! Owners of what belongs to one thread: a UCX worker and its endpoints, requests and keys. None of them is `Send`.
 //! Each call is checked, and each object destroyed once and in the right order.
 
+use super::near::Mappings;
 use super::safe::{Context, Mem, check, failed, printed, zeroed};
 use crate::FabricError;
 use kvxfer_ucx_sys::bindings as sys;
@@ -417,25 +418,14 @@ pub(super) struct Rkey {
 }
 
 impl Rkey {
-    /// Where this process finds the `len` bytes at `remote` of the peer's, if a transport has mapped the peer's memory here.
-    pub(super) fn pointer(&self, remote: u64, len: u64) -> Option<usize> {
+    /// Where this process finds the `len` bytes at `remote` of the peer's, if a transport has mapped the peer's memory here
+    /// and all of them are among these mappings.
+    pub(super) fn pointer(&self, remote: u64, len: u64, maps: &Mappings) -> Option<usize> {
         let mut addr: *mut c_void = ptr::null_mut();
         // SAFETY: a live key and a valid place; UCX only computes an address.
         let status = unsafe { self.worker.api().ucp_rkey_ptr(self.raw, remote, &raw mut addr) };
         let addr = (status == sys::UCS_OK).then(|| addr.expose_provenance())?;
-        let last = addr.checked_add(usize::try_from(len.checked_sub(1)?).ok()?)?;
-        // Not taken on trust: a key may name more than was mapped, and a wrong address would end the process.
-        (is_mapped(addr) && is_mapped(last)).then_some(addr)
-    }
-}
-
-/// Whether this process has something mapped at an address.
-fn is_mapped(addr: usize) -> bool {
-    let page = rustix::param::page_size();
-    let mut resident = 0u8;
-    // SAFETY: asks about one page, touches none of it, and writes one byte, to a valid place.
-    unsafe {
-        libc::mincore(ptr::with_exposed_provenance_mut(addr / page * page), page, &raw mut resident) == 0
+        maps.cover(addr, len).then_some(addr)
     }
 }
 
