@@ -284,7 +284,8 @@ impl Driver {
             return Err(bad(why));
         }
         self.node.handle_peer_ring(key, slot_bytes, slots).map_err(|e| bad(e.to_string()))?;
-        let like = self.likeness(key, slot_bytes, plain.is_some());
+        let mapped = self.carriers.window(Which::Ucx, ep, region, 0..slot_bytes).is_some();
+        let like = self.likeness(key, slot_bytes, plain.is_some(), mapped);
         let cost = self.staging.known_cost(&like);
         let probe =
             if self.staging.measures(&like) { Some(self.new_probe(key, slot_bytes, true)?) } else { None };
@@ -560,6 +561,7 @@ mod tests {
             run_bytes,
             slice_bytes: 1 << 18,
             plain: false,
+            mapped: false,
         }
     }
 
@@ -583,6 +585,7 @@ mod tests {
         let (tcp, posix) = (like("tcp", 256), like("posix", 256));
         let far = Likeness { near: false, ..like("tcp", 256) };
         let plain = Likeness { plain: true, ..like("tcp", 256) };
+        let mapped = Likeness { mapped: true, ..like("tcp", 256) };
         assert!(p.measures(&tcp) && p.measures(&posix));
         p.probes.insert(1, key(1));
         assert!(!p.measures(&tcp) && !p.measures(&posix), "while another is");
@@ -592,7 +595,7 @@ mod tests {
         assert!(p.measures(&tcp), "given up, so nothing is known");
         p.learn_cost(tcp.clone(), cost(1.0));
         assert!(!p.measures(&tcp) && p.known_cost(&tcp).is_some());
-        for other in [&posix, &like("tcp", 512), &far, &plain] {
+        for other in [&posix, &like("tcp", 512), &far, &plain, &mapped] {
             assert!(p.measures(other) && p.known_cost(other).is_none(), "{other:?}");
         }
     }

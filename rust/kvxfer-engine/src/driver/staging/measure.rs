@@ -37,6 +37,8 @@ pub(super) struct Likeness {
     pub(super) slice_bytes: u64,
     /// Its pages are memory that UCX has not allocated.
     pub(super) plain: bool,
+    /// Its ring is mapped here.
+    pub(super) mapped: bool,
 }
 
 /// A measurement under way.
@@ -216,7 +218,7 @@ impl Driver {
     }
 
     /// What peers this one is like.
-    pub(super) fn likeness(&self, key: PeerKey, slot_bytes: u64, plain: bool) -> Likeness {
+    pub(super) fn likeness(&self, key: PeerKey, slot_bytes: u64, plain: bool, mapped: bool) -> Likeness {
         let run_bytes = self.sample_of(key).map_or(0, |c| Load::of(&c).run_bytes());
         let io = self.peers.get(&key);
         Likeness {
@@ -225,6 +227,7 @@ impl Driver {
             run_bytes,
             slice_bytes: self.staging.slice_bytes.min(slot_bytes),
             plain,
+            mapped,
         }
     }
 
@@ -253,23 +256,16 @@ impl Driver {
         self.probe(now, key);
     }
 
-    fn give_up(&mut self, key: PeerKey) {
-        if let Some(lane) = self.lane_mut(key) {
-            lane.given_up = true;
-        }
-    }
-
     /// Everything about writing is measured: what copying takes, too, and then the peer may be answered.
     fn probe_over(&mut self, now: Time, key: PeerKey) {
         let slice = self.staging.slice_bytes;
         let Some(local) = self.staging.buffers.as_ref().map(|b| b.local) else { return };
         let endpoint = self.peers.get_mut(&key).and_then(|io| io.endpoint.as_mut());
-        let Some(Endpoint { which, ep, lane: Some(lane), .. }) = endpoint else { return };
+        let Some(lane) = endpoint.and_then(|e| e.lane.as_mut()) else { return };
         let Some(mut probe) = lane.probe.take() else { return };
         let most = slice.min(lane.slot_bytes);
-        let (region, slot_bytes, which, ep) = (lane.region, lane.slot_bytes, *which, *ep);
         // Rows are packed into the slot itself then.
-        let near = self.carriers.window(which, ep, region, 0..slot_bytes).is_some();
+        let near = lane.like.mapped;
         match copies(&self.memory, &probe.pieces, local, slice) {
             Ok((pack, unpack, plain)) if !probe.pieces.is_empty() && probe.bytes > 0 => {
                 let (runs, bytes) = (float(probe.pieces.len() as u64), float(probe.bytes));
@@ -295,15 +291,12 @@ impl Driver {
                     trip_ns: ns(median(&mut probe.words)),
                 };
                 tracing::debug!(?cost, "measured");
-                if let Some(lane) = self.lane_mut(key) {
-                    lane.cost = Some(cost);
-                    let like = lane.like.clone();
-                    self.staging.learn_cost(like, cost);
-                }
+                lane.cost = Some(cost);
+                self.staging.learn_cost(lane.like.clone(), cost);
             }
-            Ok(_) => self.give_up(key),
+            Ok(_) => lane.given_up = true,
             Err(e) => {
-                self.give_up(key);
+                lane.given_up = true;
                 tracing::warn!(error = %e, "what copying takes cannot be measured");
             }
         }
