@@ -1,17 +1,20 @@
 """Runs what the bar of docs/performance.md is made of, and prints its table from the results.
 
-    python benches/bar.py run PART FOLDER [--peers-python FILE] [--kvxfer FILE]
-    python benches/bar.py table FOLDER
+    python benches/bar.py run PART FOLDER [--ucx wheel|FILE] [--peers-python FILE] [--kvxfer FILE]
+    python benches/bar.py table FOLDER...
 
 A part (`post`, `transfer-shm`, `transfer-ucx`, `loop`, `peers`) takes one to four minutes and leaves its JSON
-in the folder; run each while nothing else does. The table has what is there. A bar that was missed is marked;
-one that an interval spans is neither met nor missed.
+in the folder; run each while nothing else does. The table has what is there, of each folder as a run of its
+own, and says on what it was measured. A bar that was missed is marked; one that an interval spans is neither
+met nor missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,11 +70,15 @@ def transfer(fabric: str, found: dict[str, Any]) -> Iterator[Line]:
     """Whole hand-offs over one fabric."""
     for memory in ("kvxfer", "engine"):
         for pages in ("shuffled", "contiguous"):
-            row = next(
+            wanted = (memory, pages, 2000, 1)
+            rows = [
                 row
                 for row in found["rows"]
-                if (row["memory"], row["pages"], row["tokens"], row["rooms"]) == (memory, pages, 2000, 1)
-            )
+                if (row["memory"], row["pages"], row["tokens"], row["rooms"]) == wanted
+            ]
+            if not rows:
+                continue
+            row = rows[0]
             bar = SHARED[memory][fabric] if pages == "shuffled" else None
             text = f"{row['ratio_to_copy']:.2f} ({row['seconds_p50'] * 1e3:.1f} ms)"
             if row["ratio_to_readv"] is not None:
@@ -150,15 +157,56 @@ def lines(found: dict[str, Any]) -> Iterator[Line]:
             yield from make(found[name])
 
 
+def joined(runs: list[list[Line]]) -> Iterator[Line]:
+    """The lines of several runs, those of the same thing as one."""
+    by_what: dict[str, list[Line]] = {}
+    for line in (line for one in runs for line in one):
+        by_what.setdefault(line.what, []).append(line)
+    for what, same in by_what.items():
+        bars = list(dict.fromkeys(line.bar for line in same))
+        verdicts = list(dict.fromkeys(line.verdict for line in same))
+        verdict = verdicts[0]
+        if len(verdicts) > 1:
+            count = sum(line.verdict == "met" for line in same)
+            verdict = f"**met in {count} of {len(same)}**"
+        yield Line(what, "; ".join(bars), "; ".join(line.measured for line in same), verdict)
+
+
+def measured_on(found: dict[str, Any]) -> str:
+    """The machines and libraries that these results name; more than one if they differ."""
+    said = {
+        f"{on['cores']} cores of {on['cpu']}, Linux {on['kernel']}, UCX {on['ucx']}"
+        for on in (one.get("machine") for one in found.values())
+        if on
+    }
+    return " and ".join(sorted(said)) or "not said"
+
+
+def library(ucx: str) -> str:
+    """The UCX to measure: the wheel's, which kvxfer installs, or a file."""
+    if ucx != "wheel":
+        return ucx
+    spec = importlib.util.find_spec("libucx")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        return str(Path(folder) / "lib" / "libucp.so.0")
+    raise SystemExit("bar.py: the libucx wheel is not installed: pip install 'kvxfer[ucx]', or --ucx FILE")
+
+
 def run(args: argparse.Namespace) -> None:
     """Runs a part."""
     args.folder.mkdir(parents=True, exist_ok=True)
+    ucx = library(args.ucx)
+    print(f"bar.py: {args.part} with {ucx}", file=sys.stderr)
     for name, command in PARTS[args.part].items():
         words = command.split()
         if args.peers_python and words[0] == "peers":
             words += ["--python", args.peers_python]
         done = subprocess.run(
-            [args.kvxfer, "bench", *words, "--json"], check=True, stdout=subprocess.PIPE, text=True
+            [args.kvxfer, "bench", *words, "--json"],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "KVXFER_UCX_LIBRARY": ucx},
         )
         (args.folder / f"{name}.json").write_text(done.stdout, encoding="utf-8")
 
@@ -169,23 +217,28 @@ def main() -> None:
     one = commands.add_parser("run")
     one.add_argument("part", choices=list(PARTS))
     one.add_argument("folder", type=Path)
+    one.add_argument("--ucx", default="wheel", help="libucp.so.0 to measure (default: the libucx wheel's)")
     one.add_argument("--peers-python", help="the interpreter that has NIXL")
     one.add_argument("--kvxfer", default=str(Path(sys.executable).with_name("kvxfer")))
     one.set_defaults(do=run)
     table = commands.add_parser("table")
-    table.add_argument("folder", type=Path)
+    table.add_argument("folder", type=Path, nargs="+")
     table.set_defaults(do=lambda args: print_table(args.folder))
     args = parser.parse_args()
     args.do(args)
 
 
-def print_table(folder: Path) -> None:
+def print_table(folders: list[Path]) -> None:
     """The table, as Markdown."""
-    found = {
-        file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))
-    }
+    runs = []
+    for folder in folders:
+        found = {
+            file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))
+        }
+        print(f"{folder.name}: {measured_on(found)}\n")
+        runs.append(list(lines(found)))
     print("| what | bar | measured | |\n|---|---|---|---|")
-    for line in lines(found):
+    for line in joined(runs):
         print(f"| {' | '.join(line)} |")
 
 
