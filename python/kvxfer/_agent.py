@@ -63,9 +63,9 @@ class Agent(_kvxfer.Agent):
       `KVXFER_TLS_CERT`, `KVXFER_TLS_KEY` and `KVXFER_TLS_CA`. `insecure=True` listens on any address, and
       speaks to agents on other hosts, with neither; it warns, since whoever reaches the port can then read
       and write the pages. `limits` is a `Limits`: what others may use up.
-    * `cpu` pins the transfer thread to a core; it spins `spin_us` microseconds before it sleeps;
-      `queue_capacity` orders may wait for it; `slice_bytes` is how much it moves for one room before the next
-      one has its turn.
+    * `cpu` pins the transfer thread to a core; it spins `spin_us` microseconds before it sleeps, by default
+      50, and not at all once it has told of the last room's end; `queue_capacity` orders may wait for it;
+      `slice_bytes` is how much it moves for one room before the next one has its turn.
     * `staging` says whether pushes that fall into many small runs go over UCX packed, one write a slice,
       through slots of the receiver: `"auto"` where that is faster by what was measured when the peers
       connected, `"always"` wherever the receiver lends slots, `"never"`. The receiver lends from a ring of
@@ -126,7 +126,7 @@ class Agent(_kvxfer.Agent):
         limits: Limits | None = None,
         cpu: int | None = None,
         queue_capacity: int = 4096,
-        spin_us: int = 50,
+        spin_us: int | None = None,
         ucx_tls: str | None = None,
         rails: Sequence[str] | None = None,
         heartbeat: float | None = None,

@@ -392,7 +392,7 @@ class Agent:
         limits: dict[str, float] | None = None,
         cpu: int | None = None,
         queue_capacity: int = 4096,
-        spin_us: int = 50,
+        spin_us: int | None = None,
         ucx_tls: str | None = None,
         ucx_wheel_dir: str | PathLike[str] | None = None,
         heartbeat: float | None = None,

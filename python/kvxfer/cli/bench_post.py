@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from kvxfer.cli._bench_numbers import machine
 from kvxfer.cli._errors import CommandError
 from kvxfer.cli._loopback import AT_ONCE, PAGE_TOKENS, WARM_UP
 from kvxfer.cli._text import aligned, print_json, progress, table
@@ -148,6 +149,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "push_us_p20_by_pages": {str(pages): net_us(prefill, ns) for pages, ns in arrays},
         "push_list_us_p20_by_pages": {str(pages): net_us(prefill, ns) for pages, ns in lists},
         "clock_ns": prefill["clock_ns"],
+        "machine": machine(),
         "fabric": options.fabric,
         "tokens": options.tokens,
         "pages": -(-options.tokens // PAGE_TOKENS),

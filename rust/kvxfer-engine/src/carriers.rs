@@ -2,12 +2,13 @@
 
 use crate::config::{AgentConfig, FabricChoice, StartError};
 use kvxfer_fabric::shm::{ShmFabric, ShmOptions};
-use kvxfer_fabric::ucx::{UcxFabric, UcxOptions};
+use kvxfer_fabric::ucx::{UcxFabric, UcxOptions, Window};
 use kvxfer_fabric::{Completion, EndRole, EpId, Fabric, FabricError, MemKind, Piece, RegionSpan};
 use kvxfer_proto::msg::FabricOffer;
 use kvxfer_proto::node::{Direction, Mover, PeerKey};
 use rustix::fd::BorrowedFd;
 use std::collections::HashMap;
+use std::ops::Range;
 
 /// One of the fabrics.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -170,6 +171,18 @@ impl Carriers {
     /// Such memory of a peer's, which we write to: the number by which pieces name it, and its length.
     pub(crate) fn import_memory(&mut self, ep: EpId, blob: &[u8]) -> Result<(u32, u64), FabricError> {
         self.ucx()?.import_memory(ep, blob)
+    }
+
+    /// A range of a peer's memory, if this process has it mapped and may write it.
+    pub(crate) fn window(
+        &mut self,
+        which: Which,
+        ep: EpId,
+        region: u32,
+        range: Range<u64>,
+    ) -> Option<Window<'_>> {
+        let ucx = self.ucx.as_mut().filter(|_| which == Which::Ucx)?;
+        ucx.window(ep, region, range.start, range.end.checked_sub(range.start)?)
     }
 
     pub(crate) fn flush(&mut self, which: Which, ep: EpId, ticket: u64) -> Result<(), FabricError> {

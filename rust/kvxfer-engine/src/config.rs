@@ -130,8 +130,8 @@ pub struct AgentConfig {
     pub cpu: Option<usize>,
     /// Orders that may wait for the thread.
     pub queue_capacity: usize,
-    /// How long the thread spins before it sleeps.
-    pub spin: Duration,
+    /// How long the thread spins before it sleeps. `None`: for 50 us, but not at all once the last room's end is told.
+    pub spin: Option<Duration>,
     /// Bytes of one slice of data work.
     pub slice_bytes: u64,
     /// Staging slots.
@@ -169,7 +169,7 @@ impl AgentConfig {
             limits: Limits::default(),
             cpu: None,
             queue_capacity: 4096,
-            spin: Duration::from_micros(50),
+            spin: None,
             slice_bytes: 256 << 10,
             staging: Staging::default(),
             ucx_tls: None,

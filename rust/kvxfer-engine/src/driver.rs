@@ -41,6 +41,8 @@ const ORDERS_PER_TURN: usize = 64;
 const SLICES_IN_FLIGHT: usize = 8;
 /// Longest sleep while writes are in flight or pages are not ready.
 const IN_FLIGHT_NAP: Duration = Duration::from_micros(50);
+/// How long the thread spins, unless the configuration says.
+const SPIN_US: u64 = 50;
 /// A spin that loses its core for so long ends: who sleeps is run at once when it is woken, who spins waits for its turn.
 const CROWDED_US: u64 = 100;
 /// Statistics are published at most this often.
@@ -94,7 +96,9 @@ pub(crate) struct Driver {
     stats: Stats,
     stats_at: Time,
     expired_at: Time,
-    spin: Duration,
+    spin: Option<Duration>,
+    /// A room's end was told to callers, who have ordered nothing since.
+    told: bool,
     closing: Option<Time>,
     // Reused buffers.
     control_events: Vec<ControlEvent>,
@@ -193,6 +197,7 @@ impl Driver {
         let now = now();
         let mut driver = Self {
             spin: config.spin,
+            told: false,
             sched: Scheduler::new(config.slice_bytes),
             shared,
             node,
@@ -265,7 +270,7 @@ impl Driver {
                 continue;
             }
             let since = *idle_since.get_or_insert(now);
-            if now.since_us(since) < u64::try_from(self.spin.as_micros()).unwrap_or(u64::MAX) {
+            if now.since_us(since) < self.spin_us() {
                 // Whoever else wants this core has something to do: a caller, its event loop, the peer's thread.
                 rustix::thread::sched_yield();
                 if self::now().since_us(now) < CROWDED_US {
@@ -280,6 +285,16 @@ impl Driver {
                 // The caller goes on first: it must not wait for what it has ordered.
                 rustix::thread::sched_yield();
             }
+        }
+    }
+
+    /// How long to spin before a sleep. Where the end of the last room was just told, nobody is about to answer, and who was
+    /// told may need this core.
+    fn spin_us(&self) -> u64 {
+        match self.spin {
+            Some(spin) => u64::try_from(spin.as_micros()).unwrap_or(u64::MAX),
+            None if self.told && !self.rooms.any_goes_on() => 0,
+            None => SPIN_US,
         }
     }
 
@@ -304,7 +319,11 @@ impl Driver {
             self.control.expire(now);
         }
         busy |= self.carry_out(now);
-        busy |= self.run_slice(now);
+        if self.run_slice(now) {
+            busy = true;
+            // What was copied at once is said at once.
+            self.carry_out(now);
+        }
         // Whatever this turn queued goes out with it; what closes may give the node more to say.
         loop {
             self.control.settle(&mut events);
@@ -351,6 +370,9 @@ impl Driver {
         });
         self.stats.sleeps += u64::from(slept);
         let now = self::now();
+        // They were published before the sleep: what has woken us comes first.
+        self.stats_at = now;
+        self.told = false;
         for event in events.drain(..) {
             self.control_event(now, event);
         }
@@ -362,6 +384,7 @@ impl Driver {
         for _ in 0..ORDERS_PER_TURN {
             let Some(order) = self.shared.orders.take() else { break };
             any = true;
+            self.told = false;
             match order {
                 Order::Expect(expect, room) => {
                     self.rooms.insert(expect.room, room);

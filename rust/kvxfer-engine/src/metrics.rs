@@ -135,7 +135,8 @@ impl LinkUse {
         if self.busy {
             self.busy_us = self.busy_us.saturating_add(now.since_us(self.at));
         }
-        self.at = now;
+        // A turn ends with the time at which it began, which may be before that of its copies.
+        self.at = self.at.max(now);
         self.busy = busy;
     }
 

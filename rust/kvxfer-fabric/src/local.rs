@@ -1,6 +1,7 @@
 //! An agent's own memory, read for checksums, packed and unpacked.
 
 use crate::shm::check_bounds;
+use crate::ucx::Window;
 use crate::{Backing, FabricError, MemKind, Piece, RegionSpan, stream};
 use std::ops::Range;
 use std::sync::Arc;
@@ -56,6 +57,18 @@ impl LocalMemory {
         self.gather(pieces, from, span, |p| (p.dst_region, p.dst_off), true)
     }
 
+    /// As [`LocalMemory::pack`], into memory of a peer's.
+    ///
+    /// # Errors
+    /// As [`LocalMemory::pack`].
+    pub fn pack_into(&self, pieces: &[Piece], window: &Window<'_>) -> Result<u64, FabricError> {
+        let place = |p: &Piece| (p.src_region, p.src_off);
+        let total = self.total(pieces, place)?;
+        check_bounds("remote", 0, Some(window.len()), 0, total)?;
+        self.move_all(pieces, window.addr(), place, false);
+        Ok(total)
+    }
+
     fn gather(
         &self,
         pieces: &[Piece],
@@ -64,6 +77,16 @@ impl LocalMemory {
         place: impl Fn(&Piece) -> (u32, u64),
         unpack: bool,
     ) -> Result<u64, FabricError> {
+        let total = self.total(pieces, &place)?;
+        let room = span.end.saturating_sub(span.start);
+        check_bounds("local", packed, Some(room), 0, total)?;
+        let at = self.check(packed, span.start, usize::try_from(total).unwrap_or(usize::MAX))?;
+        self.move_all(pieces, at, place, unpack);
+        Ok(total)
+    }
+
+    /// Checks that all pieces lie in their regions, and returns how many bytes they have.
+    fn total(&self, pieces: &[Piece], place: impl Fn(&Piece) -> (u32, u64)) -> Result<u64, FabricError> {
         let mut total = 0u64;
         for piece in pieces {
             let (region, off) = place(piece);
@@ -71,9 +94,11 @@ impl LocalMemory {
             self.check(region, off, len)?;
             total = total.saturating_add(piece.len);
         }
-        let room = span.end.saturating_sub(span.start);
-        check_bounds("local", packed, Some(room), 0, total)?;
-        let mut at = self.check(packed, span.start, usize::try_from(total).unwrap_or(usize::MAX))?;
+        Ok(total)
+    }
+
+    /// Copies pieces that were checked to `at` on, where there is room for all of them, or from there.
+    fn move_all(&self, pieces: &[Piece], mut at: usize, place: impl Fn(&Piece) -> (u32, u64), unpack: bool) {
         for piece in pieces {
             let (region, off) = place(piece);
             // Both fit: they were checked above.
@@ -86,7 +111,8 @@ impl LocalMemory {
             };
             let (from, to) = if unpack { (at, r.addr + off) } else { (r.addr + off, at) };
             // SAFETY: `check` says that both ranges lie in regions, which their owners keep mapped for the life of the
-            // agent. What is written is a slot or a buffer of ours that nobody else writes now (a slot is unpacked
+            // agent; or one of them in a window, which stays mapped for as long as it is borrowed. What is written is a slot
+            // or a buffer of ours, or a slot that a peer has lent us, that nobody else writes now (a slot is unpacked
             // after its one write has landed and before it is lent again), or pages that were granted to the room being
             // unpacked: the caller's plan is of that grant, and the node gives no page back before its unpacking has ended.
             // A caller that breaks this loses bytes of the engine's, as any write to registered memory would, but not
@@ -106,7 +132,6 @@ impl LocalMemory {
             at += len;
         }
         stream::fence();
-        Ok(total)
     }
 
     /// The address of `len` bytes at `off` of a region, if they lie in it and are host memory.

@@ -24,6 +24,8 @@ pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
 
 /// Orders what [`copy`] has written before whatever this thread writes next.
 pub(crate) fn fence() {
+    // For processors that do not keep stores in order; on x86-64 it says nothing of those around the cache.
+    std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
     #[cfg(target_arch = "x86_64")]
     // SAFETY: every x86-64 has it, and it touches no memory.
     unsafe {

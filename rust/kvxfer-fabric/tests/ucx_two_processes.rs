@@ -15,7 +15,9 @@
 mod ucx_common;
 
 use kvxfer_fabric::ucx::{self, UcxFabric, UcxOptions};
-use kvxfer_fabric::{Completion, EndRole, EpId, Fabric, FabricError, MemKind, Piece, RegionSpan};
+use kvxfer_fabric::{
+    Completion, EndRole, EpId, Fabric, FabricError, LocalMemory, MemKind, Piece, RegionSpan,
+};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 use ucx_common::{
@@ -33,6 +35,7 @@ fn peer_process() {
         "write" => write(&mut node, &mut wire, 0),
         "both ways" => both_ways(),
         "lost connection" => lost_connection(),
+        "no lane" => no_lane(),
         other => panic!("no job {other}"),
     }
 }
@@ -129,6 +132,77 @@ fn bytes_arrive_over_posix() {
 #[test]
 fn bytes_arrive_over_the_default() {
     bytes_arrive_in_their_places("");
+}
+
+/// Where the peer's memory is mapped here, what is posted is there at once: nothing is left to a flush.
+#[test]
+fn pieces_into_mapped_memory_are_there_when_post_returns() {
+    let Some((mut peer, mut node)) = receiver("posix") else {
+        return;
+    };
+    let batch: Vec<Piece> = (0..PAGES).map(|p| piece((1, p), (0, PAGES - 1 - p))).collect();
+    node.fabric.post(EP, &batch).expect("in bounds");
+    let there = remote(&mut peer, 0);
+    assert!((0..BYTES).all(|i| there[i] == byte((PAGES - 1 - i / PAGE) * PAGE + i % PAGE)));
+    node.fabric.flush(EP, 1).expect("open");
+    node.progress();
+    assert!(node.seen.iter().any(|c| matches!(c, Completion::Flushed { ticket: 1, result: Ok(()), .. })));
+    peer.wire.send(b"quit");
+}
+
+#[test]
+fn a_window_is_what_is_mapped_and_no_more() {
+    let Some((mut peer, mut node)) = receiver("posix") else {
+        return;
+    };
+    let bytes = BYTES as u64;
+    let mut own: Vec<u8> = (0..PAGE).map(|i| byte(i + 9)).collect();
+    let span =
+        RegionSpan { addr: own.as_mut_ptr() as u64, len: PAGE as u64, kind: MemKind::Host, backing: None };
+    let memory = LocalMemory::new(&[span]).expect("ours");
+    let half = |src_off, dst_off| Piece { src_off, dst_off, len: PAGE as u64 / 2, ..piece((0, 0), (0, 0)) };
+    let halves = [half(PAGE as u64 / 2, 0), half(0, 0)];
+    let window = node.fabric.window(EP, 0, bytes - PAGE as u64, PAGE as u64).expect("mapped");
+    assert_eq!(memory.pack_into(&halves, &window), Ok(PAGE as u64));
+    let more = [halves[0], halves[0], halves[0]];
+    let error = memory.pack_into(&more, &window).expect_err("more than there is room for");
+    assert!(matches!(error, FabricError::OutOfBounds { side: "remote", .. }), "{error}");
+    let there = remote(&mut peer, 0);
+    assert!(there[..BYTES - PAGE].iter().all(|b| *b == CANARY));
+    assert_eq!(there[BYTES - PAGE..], [&own[PAGE / 2..], &own[..PAGE / 2]].concat());
+    for (region, off, len) in [(0, bytes - 1, 2), (0, u64::MAX, 2), (2, 0, 1), (1, 0, 1)] {
+        let found = node.fabric.window(EP, region, off, len);
+        assert!(found.is_none(), "{off} of region {region}: UCX has not allocated region 1");
+    }
+    node.fabric.disconnect(EP);
+    assert!(node.fabric.window(EP, 0, 0, 1).is_none());
+    peer.wire.send(b"quit");
+}
+
+#[test]
+fn there_is_no_window_over_tcp() {
+    let Some((mut peer, mut node)) = receiver("tcp") else {
+        return;
+    };
+    assert!(node.fabric.window(EP, 0, 0, 1).is_none());
+    peer.wire.send(b"quit");
+}
+
+#[test]
+fn what_is_mapped_of_a_peer_is_warmed_before_the_thread_sleeps() {
+    let Some((mut peer, mut node)) = receiver("posix") else {
+        return;
+    };
+    let first = node.fabric.window(EP, 0, 0, 1).is_some();
+    let mut steps = 0;
+    while !node.fabric.arm() {
+        node.progress();
+        steps += 1;
+        assert!(steps < 100_000, "it never sleeps");
+    }
+    // 256 pages, 64 a step.
+    assert!(first && steps >= 4, "{steps} steps");
+    peer.wire.send(b"quit");
 }
 
 fn a_killed_peer_is_an_error(tls: &str) {
@@ -318,6 +392,45 @@ fn posix_has_no_fence() {
     node.connect(&mut peer.wire, EP, EndRole::Passive);
     let err = fence_round(&mut node).expect_err("posix cannot promise that");
     assert!(matches!(&err, FabricError::NoFence { transport, .. } if transport == "posix"), "{err}");
+}
+
+/// With these UCX takes shared memory for no endpoint that handles errors, and yet finds what is mapped by it.
+const SHARED_MEMORY_NO_LANE: [(&str, &str); 3] =
+    [EMULATED, ("UCX_POSIX_ERROR_HANDLING", "n"), ("UCX_MM_ERROR_HANDLING", "n")];
+
+#[test]
+fn what_is_mapped_but_is_no_transport_of_the_endpoint_is_left_to_ucx() {
+    if !ucx_present() {
+        return;
+    }
+    let mut parent = spawn("no lane", "posix,tcp", BYTES, &SHARED_MEMORY_NO_LANE);
+    assert!(parent.child.wait().expect("runs").success());
+}
+
+/// The writer has a fence, as its transports say; so it must not write past them.
+fn no_lane() {
+    let mut peer = spawn("receive", "posix,tcp", BYTES, &SHARED_MEMORY_NO_LANE);
+    let mut node = Node::new("posix,tcp", BYTES);
+    node.fill(1, byte);
+    node.connect(&mut peer.wire, EP, EndRole::Active);
+    assert!(node.fabric.window(EP, 0, 0, 1).is_none(), "the peer's fence knows of tcp only");
+    let batch: Vec<Piece> = (0..PAGES).map(|p| piece((1, p), (0, p))).collect();
+    node.fabric.post(EP, &batch).expect("in bounds");
+    node.flush(EP, 1, Duration::from_secs(10)).expect("flushed");
+    assert!(remote(&mut peer, 0).iter().enumerate().all(|(i, b)| *b == byte(i)));
+    peer.wire.send(b"quit");
+
+    let mut peer = spawn("write", "posix,tcp", BYTES, &SHARED_MEMORY_NO_LANE);
+    let mut node = Node::new("posix,tcp", BYTES);
+    node.connect(&mut peer.wire, EP, EndRole::Passive);
+    fence_round(&mut node).expect("tcp has a fence");
+    node.fill(0, |_| CANARY);
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(200) {
+        node.progress();
+    }
+    assert!(node.dump(0).iter().all(|b| *b == CANARY), "bytes landed after the fence");
+    peer.wire.send(b"quit");
 }
 
 #[test]

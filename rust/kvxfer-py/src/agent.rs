@@ -56,13 +56,13 @@ impl Agent {
     #[pyo3(signature = (name, layout, shard, regions, pages, owner, *, listen="127.0.0.1:0", directory=None,
                         engine=None, dp_rank=Int(0), role="both", model=None, fabric="auto", secret=None,
                         tls=None, insecure=false, limits=None, cpu=None, queue_capacity=Int(4096),
-                        spin_us=Int(50), ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None,
+                        spin_us=None, ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None,
                         quarantine_limit=None, slice_bytes=None, staging="auto", staging_slots=Int(32),
                         staging_slot_bytes=Int(262_144), devices=None, ucx_devices=None, flaw=None),
            text_signature = "(name, layout, shard, regions, pages, owner, *, listen='127.0.0.1:0', \
                              directory=None, engine=None, dp_rank=0, role='both', model=None, fabric='auto', \
                              secret=None, tls=None, insecure=False, limits=None, cpu=None, \
-                             queue_capacity=4096, spin_us=50, ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None, \
+                             queue_capacity=4096, spin_us=None, ucx_tls=None, ucx_wheel_dir=None, heartbeat=None, suspect_after=None, fence_after=None, \
                              quarantine_limit=None, slice_bytes=None, staging='auto', staging_slots=32, \
                              staging_slot_bytes=262144, devices=None, ucx_devices=None, flaw=None)")]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
@@ -87,7 +87,7 @@ impl Agent {
         limits: Option<&Bound<'_, PyDict>>,
         cpu: Option<Int<usize>>,
         queue_capacity: Int<usize>,
-        spin_us: Int<u64>,
+        spin_us: Option<Int<u64>>,
         ucx_tls: Option<String>,
         ucx_wheel_dir: Option<PathBuf>,
         heartbeat: Option<Seconds>,
@@ -147,7 +147,7 @@ impl Agent {
         }
         config.cpu = cpu.map(|n| n.0);
         config.queue_capacity = queue_capacity.0;
-        config.spin = Duration::from_micros(spin_us.0);
+        config.spin = spin_us.map(|us| Duration::from_micros(us.0));
         config.ucx_tls = ucx_tls;
         config.ucx_devices = ucx_devices.map(|(names, rails)| UcxDevices { names, rails });
         config.ucx_wheel_dir = ucx_wheel_dir;

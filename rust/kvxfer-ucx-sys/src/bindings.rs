@@ -652,6 +652,14 @@ pub struct Api {
         ) -> ucs_status_t,
         ::libloading::Error,
     >,
+    pub ucp_rkey_ptr: Result<
+        unsafe extern "C" fn(
+            rkey: ucp_rkey_h,
+            raddr: u64,
+            addr_p: *mut *mut ::core::ffi::c_void,
+        ) -> ucs_status_t,
+        ::libloading::Error,
+    >,
     pub ucp_rkey_destroy: Result<
         unsafe extern "C" fn(rkey: ucp_rkey_h),
         ::libloading::Error,
@@ -773,6 +781,7 @@ impl Api {
         let ucp_mem_query = unsafe { __library.get(b"ucp_mem_query\0") }.map(|sym| *sym);
         let ucp_ep_rkey_unpack = unsafe { __library.get(b"ucp_ep_rkey_unpack\0") }
             .map(|sym| *sym);
+        let ucp_rkey_ptr = unsafe { __library.get(b"ucp_rkey_ptr\0") }.map(|sym| *sym);
         let ucp_rkey_destroy = unsafe { __library.get(b"ucp_rkey_destroy\0") }
             .map(|sym| *sym);
         let ucp_worker_set_am_recv_handler = unsafe {
@@ -819,6 +828,7 @@ impl Api {
             ucp_mem_unmap,
             ucp_mem_query,
             ucp_ep_rkey_unpack,
+            ucp_rkey_ptr,
             ucp_rkey_destroy,
             ucp_worker_set_am_recv_handler,
             ucp_am_send_nbx,
@@ -1153,6 +1163,19 @@ impl Api {
                 .ucp_ep_rkey_unpack
                 .as_ref()
                 .expect("Expected function, got error."))(ep, rkey_buffer, rkey_p)
+        }
+    }
+    pub unsafe fn ucp_rkey_ptr(
+        &self,
+        rkey: ucp_rkey_h,
+        raddr: u64,
+        addr_p: *mut *mut ::core::ffi::c_void,
+    ) -> ucs_status_t {
+        unsafe {
+            (self
+                .ucp_rkey_ptr
+                .as_ref()
+                .expect("Expected function, got error."))(rkey, raddr, addr_p)
         }
     }
     pub unsafe fn ucp_rkey_destroy(&self, rkey: ucp_rkey_h) {

@@ -387,6 +387,7 @@ fn missing_symbols(api: &Api) -> Vec<String> {
         ucp_rkey_pack,
         ucp_rkey_buffer_release,
         ucp_ep_rkey_unpack,
+        ucp_rkey_ptr,
         ucp_rkey_destroy,
         ucp_ep_create,
         ucp_ep_close_nbx,

@@ -287,12 +287,20 @@ impl Conn {
     }
 
     /// The descriptor is ready for something.
-    pub(super) fn io(&mut self, flags: EventFlags, out: &mut Vec<ControlEvent>, received: &mut u64) {
+    ///
+    /// `buf` is for bytes on their way in: to make one here would cost more than all else that a short frame takes.
+    pub(super) fn io(
+        &mut self,
+        flags: EventFlags,
+        out: &mut Vec<ControlEvent>,
+        received: &mut u64,
+        buf: &mut [u8],
+    ) {
         if self.connecting && !self.connected(flags) {
             return;
         }
         if flags.intersects(EventFlags::IN | EventFlags::HUP | EventFlags::ERR) {
-            self.read(out, received);
+            self.read(out, received, buf);
         }
     }
 
@@ -321,13 +329,12 @@ impl Conn {
         }
     }
 
-    fn read(&mut self, out: &mut Vec<ControlEvent>, received: &mut u64) {
-        let mut buf = [0u8; 64 << 10];
+    fn read(&mut self, out: &mut Vec<ControlEvent>, received: &mut u64, buf: &mut [u8]) {
         let mut total = 0;
         let enough = received.saturating_add(FRAMES_PER_TURN);
         while total < READ_PER_TURN && *received < enough && self.failed.is_none() {
             let Some(stream) = &mut self.stream else { return };
-            match stream.read(&mut buf) {
+            match stream.read(buf) {
                 Ok(0) => {
                     self.take_input(out, received);
                     return self.ended(out);

@@ -36,6 +36,8 @@ const TOKEN_CONN: u64 = 64;
 /// From here on: processes that are watched.
 const TOKEN_WATCH: u64 = 1 << 62;
 
+/// Bytes of one read from a connection at most.
+const READ_BYTES: usize = 64 << 10;
 /// Connections in a TLS handshake that are served in one turn: a step costs some hundred microseconds of signatures, and a
 /// flood of strangers must not make the data wait for all of theirs.
 const TLS_HANDSHAKES_PER_TURN: usize = 4;
@@ -89,6 +91,8 @@ pub(crate) struct Control {
     shaking: Vec<(ConnId, epoll::EventFlags)>,
     shaken: ConnId,
     ready: Vec<epoll::Event>,
+    /// Bytes on their way in.
+    read: Vec<u8>,
     /// Connections with something to write or to report.
     touched: Vec<ConnId>,
     pub(crate) frames_sent: u64,
@@ -169,6 +173,7 @@ impl Control {
             shaking: Vec::new(),
             shaken: ConnId(0),
             ready: Vec::with_capacity(256),
+            read: vec![0; READ_BYTES],
             touched: Vec::new(),
             frames_sent: 0,
             frames_received: 0,
@@ -259,7 +264,7 @@ impl Control {
     /// Does what I/O there is on a connection.
     fn serve(&mut self, id: ConnId, flags: epoll::EventFlags, out: &mut Vec<ControlEvent>) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
-        conn.io(flags, out, &mut self.frames_received);
+        conn.io(flags, out, &mut self.frames_received, &mut self.read);
         self.touched.push(id);
         if conn.established() {
             // At once, and not when the turn is settled: whoever is accepted later in this turn would have it closed as the

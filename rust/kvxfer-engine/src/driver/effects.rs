@@ -4,6 +4,7 @@ use super::peers::Endpoint;
 use super::staging::Ticket;
 use super::{Driver, Retry};
 use crate::carriers::{Which, mover};
+use crate::clock;
 use crate::rooms::AgentEvent;
 use crate::sched::{FlowEnd, Slice};
 use kvxfer_fabric::{FabricError, Piece};
@@ -112,13 +113,26 @@ impl Driver {
         };
         self.next_ticket += 1;
         let ticket = self.next_ticket;
+        // Copies of our own are over when the call is, and need no flush; they count as in flight for as long as it takes.
+        let copies = mover(which) == Mover::Receiver;
+        if copies {
+            self.stats.link.tick(clock::now(), true);
+        }
         let posted = self.carriers.post(which, ep, pieces);
-        match posted.and_then(|()| self.carriers.flush(which, ep, ticket)) {
+        let posted =
+            if copies { posted } else { posted.and_then(|()| self.carriers.flush(which, ep, ticket)) };
+        if copies {
+            self.stats.link.tick(clock::now(), !self.tickets.is_empty());
+        }
+        match posted {
             Ok(()) => {
                 self.stats.slices += 1;
                 self.stats.writes += pieces.len() as u64;
                 self.stats.moved_bytes += pieces.iter().map(|p| p.len).sum::<u64>();
                 self.in_flight(ticket, slice, None);
+                if copies {
+                    self.flushed(now, ticket, Ok(()));
+                }
             }
             Err(e) => self.slice_failed(now, slice, which, &e),
         }
@@ -277,6 +291,7 @@ impl Driver {
             kind: event.kind,
         };
         let over = event.released && !retracted;
+        self.told |= out.is_terminal();
         self.count_event(now, &out);
         self.shared.tell(out, self.rooms.get(&room).map(|shared| &**shared));
         if over {

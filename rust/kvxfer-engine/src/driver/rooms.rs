@@ -37,6 +37,11 @@ impl Rooms {
         self.counts
     }
 
+    /// Whether any room, of either side, has not ended.
+    pub(super) fn any_goes_on(&self) -> bool {
+        self.counts.iter().flat_map(|side| &side[..DRAINING]).any(|n| *n > 0)
+    }
+
     pub(super) fn len(&self) -> usize {
         self.map.len()
     }
@@ -124,6 +129,7 @@ mod tests {
         rooms.set_stage(room(1), Stage::Transferring);
         assert!(rooms.insert(room(1), Arc::clone(&a)).is_some(), "another order does not begin it anew");
         assert_eq!(rooms.counts(), [[0, 0, 1, 0], [1, 0, 0, 0]]);
+        assert!(rooms.any_goes_on());
         assert_eq!(a.stage(), Stage::Transferring);
         assert_eq!(rooms.drained_us(room(1), Time(5)), None);
         rooms.set_draining(room(1), Time(1_000));
@@ -136,6 +142,8 @@ mod tests {
         assert!(rooms.remove(&room(2)).is_some());
         assert!(rooms.remove(&room(2)).is_none());
         assert_eq!((rooms.counts(), rooms.len()), ([[0; 4], [1, 0, 0, 0]], 1));
+        rooms.set_draining(room(1), Time(2_000));
+        assert!(!rooms.any_goes_on(), "the one that is left has failed");
         assert_eq!(rooms.drain().count(), 1);
         assert_eq!(rooms.counts(), RoomCounts::default());
     }

@@ -7,6 +7,7 @@ use self::measure::{Likeness, PROBE_PIECES, PROBE_WAIT, Probe};
 use self::ring::{Offer, RingMemory};
 use super::{Driver, PeerKey, Retry};
 use crate::carriers::Which;
+use crate::clock;
 use crate::config::{AgentConfig, Staging, StagingMode};
 use crate::sched::Slice;
 use kvxfer_fabric::{EpId, FabricError, Piece};
@@ -283,7 +284,8 @@ impl Driver {
             return Err(bad(why));
         }
         self.node.handle_peer_ring(key, slot_bytes, slots).map_err(|e| bad(e.to_string()))?;
-        let like = self.likeness(key, slot_bytes, plain.is_some());
+        let mapped = self.carriers.window(Which::Ucx, ep, region, 0..slot_bytes).is_some();
+        let like = self.likeness(key, slot_bytes, plain.is_some(), mapped);
         let cost = self.staging.known_cost(&like);
         let probe =
             if self.staging.measures(&like) { Some(self.new_probe(key, slot_bytes, true)?) } else { None };
@@ -381,6 +383,16 @@ impl Driver {
         let lane = self.peers.get(&slice.peer).and_then(|io| io.endpoint.as_ref());
         let lane = lane.and_then(|e| Some((e.which, e.ep, e.lane.as_ref()?)));
         let place = lane.map(|(which, ep, l)| (which, ep, l.region, u64::from(slot) * l.slot_bytes));
+        if let Some(bytes) = self.pack_near(lane.map(|(.., l)| l.slot_bytes), place, pieces) {
+            self.stats.slices += 1;
+            self.stats.writes += 1;
+            self.stats.moved_bytes += bytes;
+            self.stats.packed_bytes += bytes;
+            self.node.handle_packed(now, slice.id, slot, bytes, number);
+            let end = self.sched.flushed(slice.id);
+            self.flow_over(now, slice.id, end);
+            return;
+        }
         let buffer = place.and_then(|(_, ep, ..)| self.staging.take_buffer(slice.peer, ep));
         let buffers = self.staging.buffers.as_ref().map(|b| (b.local, b.fabric));
         let (Some((which, ep, dst_region, dst_off)), Some(buffer), Some((local, fabric))) =
@@ -421,6 +433,24 @@ impl Driver {
                 self.slice_failed(now, slice, which, &e);
             }
         }
+    }
+
+    /// Packs a slice into the slot itself, if the ring is mapped here: that is one copy less. `None` if it is not, or if the
+    /// pieces cannot be packed, of which the other way tells.
+    fn pack_near(
+        &mut self,
+        slot_bytes: Option<u64>,
+        place: Option<(Which, EpId, u32, u64)>,
+        pieces: &[Piece],
+    ) -> Option<u64> {
+        let ((which, ep, region, off), slot_bytes) = place.zip(slot_bytes)?;
+        let end = off.checked_add(slot_bytes)?;
+        // It counts as in flight for as long as it takes.
+        self.stats.link.tick(clock::now(), true);
+        let window = self.carriers.window(which, ep, region, off..end);
+        let packed = window.and_then(|window| self.memory.pack_into(pieces, &window).ok());
+        self.stats.link.tick(clock::now(), !self.tickets.is_empty());
+        packed
     }
 
     /// Decode's side: a push comes packed.
@@ -531,6 +561,7 @@ mod tests {
             run_bytes,
             slice_bytes: 1 << 18,
             plain: false,
+            mapped: false,
         }
     }
 
@@ -554,6 +585,7 @@ mod tests {
         let (tcp, posix) = (like("tcp", 256), like("posix", 256));
         let far = Likeness { near: false, ..like("tcp", 256) };
         let plain = Likeness { plain: true, ..like("tcp", 256) };
+        let mapped = Likeness { mapped: true, ..like("tcp", 256) };
         assert!(p.measures(&tcp) && p.measures(&posix));
         p.probes.insert(1, key(1));
         assert!(!p.measures(&tcp) && !p.measures(&posix), "while another is");
@@ -563,7 +595,7 @@ mod tests {
         assert!(p.measures(&tcp), "given up, so nothing is known");
         p.learn_cost(tcp.clone(), cost(1.0));
         assert!(!p.measures(&tcp) && p.known_cost(&tcp).is_some());
-        for other in [&posix, &like("tcp", 512), &far, &plain] {
+        for other in [&posix, &like("tcp", 512), &far, &plain, &mapped] {
             assert!(p.measures(other) && p.known_cost(other).is_none(), "{other:?}");
         }
     }

@@ -542,12 +542,13 @@ impl Fabric for ShmFabric {
         let pid = a.process.pid;
         let copied = self.copier.copy(&self.local, &a.regions, pid, batch).and_then(|read_process| {
             // The process id could have gone to another process, or the process could have started another
-            // program, so the bytes count only if the peer is still there now that they have been read.
-            let there = match (&a.pidfd, &a.sock) {
+            // program, so the bytes count only if the peer is still there now that they have been read. A mapping is the
+            // peer's whatever becomes of it.
+            let there = || match (&a.pidfd, &a.sock) {
                 (Some(pidfd), Some(sock)) => !sock::any_ended(pidfd, Some(sock)),
                 _ => false,
             };
-            if read_process && !there {
+            if read_process && !there() {
                 return Err(FabricError::Closed(format!("process {pid} went away while it was read")));
             }
             Ok(())

@@ -78,6 +78,9 @@ impl UcxFabric {
         // SAFETY: the key is what the peer's fabric packed (peers are authenticated), with padding.
         let key = unsafe { end.endpoint.unpack_rkey(&blob::padded(&desc.key))? };
         let region = end.add_remote(desc.base, desc.len, key).ok_or(FabricError::NoEndpoint(ep.0))?;
+        if let Some(addr) = end.near(region, 0, desc.len) {
+            self.warmer.add(ep, addr, desc.len);
+        }
         Ok((region, desc.len))
     }
 }

@@ -25,6 +25,12 @@ fn closes_the_way(transport: &str) -> Result<(), &'static str> {
     }
 }
 
+/// Whether a sender that names these transports tells the receiver that it may write by itself what it has mapped: then
+/// [`verdict`] promises nothing, whichever of them the bytes take.
+pub(super) fn tells_of_mappings(transports: &[String]) -> bool {
+    transports.is_empty() || transports.iter().any(|t| t == "posix" || t == "sysv")
+}
+
 /// The promise for a peer that writes through these transports.
 pub(super) fn verdict(transports: &BTreeSet<String>) -> Result<(), FabricError> {
     if transports.is_empty() {
@@ -59,6 +65,18 @@ mod tests {
             matches!(err, FabricError::NoFence { ref transport, .. } if transport == "posix,tcp_put"),
             "{err}"
         );
+    }
+
+    #[test]
+    fn who_may_write_mapped_memory_has_no_fence() {
+        for names in [&[][..], &["posix"], &["sysv", "tcp"], &["posix", "rc_mlx5", "tcp"]] {
+            let owned: Vec<String> = names.iter().map(|n| (*n).to_owned()).collect();
+            assert!(tells_of_mappings(&owned) && of(names).is_err(), "{names:?}");
+        }
+        for names in [&["tcp"][..], &["rc_mlx5", "tcp"], &["tcp", "xpmem"], &["cuda_ipc", "tcp"]] {
+            let owned: Vec<String> = names.iter().map(|n| (*n).to_owned()).collect();
+            assert!(!tells_of_mappings(&owned), "{names:?}");
+        }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use super::blob::{self, Blob};
 use super::fence;
+use super::near::Mappings;
 use super::note::{self, Body, Note};
 use super::safe;
 use super::worker::{Closing, Endpoint, ErrorCell, Request, Rkey, need_descriptors};
@@ -24,6 +25,8 @@ struct Remote {
     base: u64,
     len: u64,
     key: usize,
+    /// Where this process has it mapped, if it has and may write there by itself.
+    near: Option<usize>,
 }
 
 /// The open half of a link.
@@ -33,9 +36,38 @@ pub(super) struct End {
     remotes: Vec<Remote>,
     /// Whether a put may still be under way, and with it the use of a key.
     pub(super) dirty: bool,
+    /// Whether anything was given to UCX since the last flush.
+    unflushed: bool,
+    /// Whether what is mapped here may be written by ourselves. Only once the peer has been told of transports for which
+    /// its fence promises nothing: UCX finds mappings of transports too that are none of the endpoint's.
+    copies: bool,
 }
 
 impl End {
+    fn new(endpoint: Endpoint) -> Self {
+        Self {
+            endpoint,
+            keys: Vec::new(),
+            remotes: Vec::new(),
+            dirty: false,
+            unflushed: false,
+            copies: false,
+        }
+    }
+
+    /// Finds what is mapped here of the peer's memory, for an endpoint with these transports.
+    fn find_mapped(&mut self, transports: &[String]) {
+        self.copies = fence::tells_of_mappings(transports);
+        if !self.copies {
+            return;
+        }
+        let maps = Mappings::now();
+        for remote in &mut self.remotes {
+            let key = self.keys.get(remote.key);
+            remote.near = key.and_then(|key| key.pointer(remote.base, remote.len, &maps));
+        }
+    }
+
     fn remote_at(&self, region: usize) -> Option<&Remote> {
         self.remotes.get(region)
     }
@@ -43,9 +75,22 @@ impl End {
     /// One more region of the peer. Its number follows that of the last.
     pub(super) fn add_remote(&mut self, base: u64, len: u64, key: Rkey) -> Option<u32> {
         let region = u32::try_from(self.remotes.len()).ok()?;
-        self.remotes.push(Remote { base, len, key: self.keys.len() });
+        let near = if self.copies { key.pointer(base, len, &Mappings::now()) } else { None };
+        self.remotes.push(Remote { base, len, key: self.keys.len(), near });
         self.keys.push(key);
         Some(region)
+    }
+
+    /// Where this process finds `len` bytes at `off` of a region of the peer's, if it has them mapped.
+    pub(super) fn near(&self, region: u32, off: u64, len: u64) -> Option<usize> {
+        let remote = usize::try_from(region).ok().and_then(|r| self.remote_at(r))?;
+        off.checked_add(len).filter(|end| *end <= remote.len)?;
+        remote.near?.checked_add(usize::try_from(off).ok()?)
+    }
+
+    /// What this process has mapped of the peer's: where, and how long.
+    fn mapped(&self) -> impl Iterator<Item = (usize, u64)> {
+        self.remotes.iter().filter_map(|r| Some((r.near?, r.len)))
     }
 
     pub(super) fn remote_len(&self, region: usize) -> Option<u64> {
@@ -105,6 +150,7 @@ impl Link {
     pub(super) fn posted(&mut self) {
         if let Some(end) = &mut self.end {
             end.dirty = true;
+            end.unflushed = true;
         }
     }
 
@@ -120,13 +166,21 @@ impl Link {
         if let State::Broken { error, .. } = &self.state {
             return Some(Err(error.clone()));
         }
-        let Some(end) = &self.end else {
+        let Some(end) = &mut self.end else {
             return Some(Err(FabricError::Closed("it has been closed".into())));
         };
+        if !end.unflushed && self.flushes.is_empty() {
+            // All of it was copied by ourselves.
+            return Some(end.endpoint.error().map_or(Ok(()), Err));
+        }
         match end.endpoint.flush() {
             Err(error) => Some(Err(error)),
-            Ok(None) if self.flushes.is_empty() => Some(Ok(())),
+            Ok(None) if self.flushes.is_empty() => {
+                end.unflushed = false;
+                Some(Ok(()))
+            }
             Ok(request) => {
+                end.unflushed = false;
                 self.flushes.push_back((ticket, request));
                 None
             }
@@ -246,7 +300,7 @@ impl UcxFabric {
         let mut link = Link {
             role,
             peer: blob.fabric,
-            end: Some(End { endpoint, keys: Vec::new(), remotes: Vec::new(), dirty: false }),
+            end: Some(End::new(endpoint)),
             state: State::Open,
             token: self.next_token,
             started: Instant::now(),
@@ -291,7 +345,8 @@ impl UcxFabric {
             let key = usize::try_from(region.mem).unwrap_or(usize::MAX);
             // Blob::decode checked that the region lies in its memory, so this neither misses nor overflows.
             let base = blob.mems.get(key).map_or(0, |m| m.base.saturating_add(region.off));
-            end.remotes.push(Remote { base, len: region.len.min(*len), key });
+            let len = region.len.min(*len);
+            end.remotes.push(Remote { base, len, key, near: None });
         }
         Ok(())
     }
@@ -396,9 +451,13 @@ impl UcxFabric {
                 State::Warming(Some(request)) => request.poll(),
                 _ => None,
             };
-            match (warmed, &link.end) {
+            match (warmed, &mut link.end) {
                 (Some(UCS_OK), Some(end)) => {
                     let mut names = end.endpoint.transports();
+                    end.find_mapped(&names);
+                    for (addr, len) in end.mapped() {
+                        self.warmer.add(ep, addr, len);
+                    }
                     if !names.is_empty() && self.shared.tcp_puts && names.iter().any(|n| n == "tcp") {
                         names.push(fence::TCP_PUT.to_owned());
                     }
@@ -438,6 +497,7 @@ impl UcxFabric {
         flushes: VecDeque<(u64, Option<Request>)>,
         force: bool,
     ) {
+        self.warmer.forget(ep);
         let raw = end.endpoint.raw().addr();
         if let Some(p) = self.peers.get_mut(&peer) {
             p.transports.extend(end.endpoint.transports());

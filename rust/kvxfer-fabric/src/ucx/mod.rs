@@ -1,6 +1,7 @@
 //! UCX: RDMA, CUDA IPC, TCP and shared memory, through a libucp that is loaded at run time.
 //!
-//! The sender writes: one `ucp_put_nbx` a piece, then a flush. A fabric has one UCX worker and is used by the
+//! The sender writes: one `ucp_put_nbx` a piece, then a flush. Where UCX has the peer's memory mapped here (its shared
+//! memory), the pieces are copied there by ourselves, which is what UCX would do, but around the cache. A fabric has one UCX worker and is used by the
 //! thread that made it; the UCX context below is the process's, so that memory can be allocated before any agent
 //! exists ([`UcxPool`]). `docs/ucx-notes.md` has the measurements behind the settings.
 
@@ -10,15 +11,19 @@ mod extra;
 mod fence;
 mod greet;
 mod link;
+mod near;
 mod note;
 mod probe;
 mod safe;
+mod warm;
+mod window;
 mod worker;
 
 pub use context::{DEFAULT_TLS, Devices, UcxOptions, UcxPool};
 pub use probe::{OneSided, ProbeTarget, ProbeWriter, UcxReport, one_sided_probe, probe};
+pub use window::Window;
 
-use crate::{Completion, EndRole, EpId, Fabric, FabricError, MemKind, Mover, Piece, RegionSpan};
+use crate::{Completion, EndRole, EpId, Fabric, FabricError, MemKind, Mover, Piece, RegionSpan, stream};
 use blob::{Blob, MemDesc, RegionDesc};
 use context::Shared;
 use link::{Ending, FenceJob, Link, Peer};
@@ -28,6 +33,7 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use warm::Warmer;
 use worker::{ErrorCell, PutParams, Request, Rkey, Worker};
 
 /// Puts between two looks at the worker, so that what waits in UCX stays bounded.
@@ -62,6 +68,8 @@ struct Local {
     addr: u64,
     len: u64,
     mem: usize,
+    /// The CPU's, which may read it.
+    host: bool,
 }
 
 /// The fabric. Fields are dropped in this order, and the order matters: endpoints and keys, then the worker, then
@@ -78,6 +86,7 @@ pub struct UcxFabric {
     #[allow(clippy::vec_box)] // UCX holds the addresses of the boxes' insides
     old_cells: Vec<Box<ErrorCell>>,
     params: PutParams,
+    warmer: Warmer,
     locals: Vec<Local>,
     mems: Vec<Registered>,
     /// Memory of ours that is in `mems` as an engine's would be: dropped after it.
@@ -136,6 +145,7 @@ impl UcxFabric {
             worker,
             old_cells: Vec::new(),
             params: PutParams::new(),
+            warmer: Warmer::default(),
             locals,
             mems,
             plain: Vec::new(),
@@ -198,7 +208,8 @@ fn register(
                 why: format!("region {i} is CUDA memory, and {:?} has no CUDA transport", worker.lib()),
             });
         }
-        locals.push(Local { addr: region.addr, len: region.len, mem: usize::MAX });
+        let host = matches!(region.kind, MemKind::Host);
+        locals.push(Local { addr: region.addr, len: region.len, mem: usize::MAX, host });
         let pool = region.backing.as_ref().filter(|b| {
             pool_mem(b).is_some_and(|mem| {
                 Arc::ptr_eq(mem.context(), worker.context())
@@ -359,6 +370,7 @@ impl Fabric for UcxFabric {
             })?;
             check_bounds("remote", piece.dst_region, piece.dst_off, piece.len, |r| end.remote_len(r))?;
         }
+        let mut put = false;
         for (n, piece) in batch.iter().enumerate() {
             // All of this was checked above; a miss cannot happen, and would be an error and not a panic.
             let target = usize::try_from(piece.dst_region).ok().and_then(|r| end.remote(r));
@@ -374,11 +386,27 @@ impl Fabric for UcxFabric {
             if len == 0 {
                 continue;
             }
+            let near = end.near(piece.dst_region, piece.dst_off, piece.len).filter(|_| local.host);
+            if let Some(to) = near.filter(|to| to.abs_diff(from) >= len) {
+                // SAFETY: the source lies in a region, whose memory its owner keeps (RegionSpan's contract); the target in
+                // what UCX has mapped of the peer's memory, which stays for as long as this endpoint's key, and both were
+                // seen not to overlap. The peer may read or write its bytes meanwhile; they are only moved, never interpreted.
+                unsafe {
+                    stream::copy(
+                        std::ptr::with_exposed_provenance::<u8>(from),
+                        std::ptr::with_exposed_provenance_mut::<u8>(to),
+                        len,
+                    );
+                }
+                continue;
+            }
+            put = true;
             // SAFETY: the piece lies in a region, whose memory its owner keeps (RegionSpan's contract) and which lies
             // in `mem`; the key is this endpoint's and is kept until nothing can use it.
-            let put =
+            let posted =
                 unsafe { end.endpoint.put(mem, from, len, base + piece.dst_off, key, &mut self.params) };
-            if let Err(error) = put {
+            if let Err(error) = posted {
+                stream::fence();
                 link.break_with(error.clone());
                 return Err(error);
             }
@@ -386,7 +414,11 @@ impl Fabric for UcxFabric {
                 self.worker.progress();
             }
         }
-        link.posted();
+        // Before anybody is told.
+        stream::fence();
+        if put {
+            link.posted();
+        }
         Ok(())
     }
 
@@ -432,7 +464,11 @@ impl Fabric for UcxFabric {
 
     fn arm(&mut self) -> bool {
         // On an error: not armed, so the caller stays awake, which is slow and safe.
-        self.out.is_empty() && !self.has_finished_work() && self.worker.arm().unwrap_or(false)
+        self.out.is_empty()
+            && !self.has_finished_work()
+            // Who is about to sleep has time.
+            && !self.warmer.step()
+            && self.worker.arm().unwrap_or(false)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Owners of what belongs to one thread: a UCX worker and its endpoints, requests and keys. None of them is `Send`.
 //! Each call is checked, and each object destroyed once and in the right order.
 
+use super::near::Mappings;
 use super::safe::{Context, Mem, check, failed, printed, zeroed};
 use crate::FabricError;
 use kvxfer_ucx_sys::bindings as sys;
@@ -414,6 +415,18 @@ impl Closing {
 pub(super) struct Rkey {
     worker: Rc<Worker>,
     raw: sys::ucp_rkey_h,
+}
+
+impl Rkey {
+    /// Where this process finds the `len` bytes at `remote` of the peer's, if a transport has mapped the peer's memory here
+    /// and all of them are among these mappings.
+    pub(super) fn pointer(&self, remote: u64, len: u64, maps: &Mappings) -> Option<usize> {
+        let mut addr: *mut c_void = ptr::null_mut();
+        // SAFETY: a live key and a valid place; UCX only computes an address.
+        let status = unsafe { self.worker.api().ucp_rkey_ptr(self.raw, remote, &raw mut addr) };
+        let addr = (status == sys::UCS_OK).then(|| addr.expose_provenance())?;
+        maps.cover(addr, len).then_some(addr)
+    }
 }
 
 impl Drop for Rkey {

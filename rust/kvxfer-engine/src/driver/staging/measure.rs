@@ -37,6 +37,8 @@ pub(super) struct Likeness {
     pub(super) slice_bytes: u64,
     /// Its pages are memory that UCX has not allocated.
     pub(super) plain: bool,
+    /// Its ring is mapped here.
+    pub(super) mapped: bool,
 }
 
 /// A measurement under way.
@@ -216,7 +218,7 @@ impl Driver {
     }
 
     /// What peers this one is like.
-    pub(super) fn likeness(&self, key: PeerKey, slot_bytes: u64, plain: bool) -> Likeness {
+    pub(super) fn likeness(&self, key: PeerKey, slot_bytes: u64, plain: bool, mapped: bool) -> Likeness {
         let run_bytes = self.sample_of(key).map_or(0, |c| Load::of(&c).run_bytes());
         let io = self.peers.get(&key);
         Likeness {
@@ -225,6 +227,7 @@ impl Driver {
             run_bytes,
             slice_bytes: self.staging.slice_bytes.min(slot_bytes),
             plain,
+            mapped,
         }
     }
 
@@ -261,6 +264,8 @@ impl Driver {
         let Some(lane) = endpoint.and_then(|e| e.lane.as_mut()) else { return };
         let Some(mut probe) = lane.probe.take() else { return };
         let most = slice.min(lane.slot_bytes);
+        // Rows are packed into the slot itself then.
+        let near = lane.like.mapped;
         match copies(&self.memory, &probe.pieces, local, slice) {
             Ok((pack, unpack, plain)) if !probe.pieces.is_empty() && probe.bytes > 0 => {
                 let (runs, bytes) = (float(probe.pieces.len() as u64), float(probe.bytes));
@@ -276,8 +281,8 @@ impl Driver {
                     put_ns,
                     put_byte_ns,
                     // A write of a word, and the wait for its end, take longer than a write by itself.
-                    slot_ns: put_ns.min(ns(probe.trip)),
-                    slot_byte_ns: of_large(probe.to_slots),
+                    slot_ns: if near { 0.0 } else { put_ns.min(ns(probe.trip)) },
+                    slot_byte_ns: if near { 0.0 } else { of_large(probe.to_slots) },
                     pack_row_ns: row(pack, byte_ns) + cold,
                     pack_byte_ns: byte_ns,
                     unpack_row_ns: row(unpack, byte_ns) + cold,
